@@ -1,0 +1,60 @@
+# Everything a developer or a visitor runs.  Needs make and Python >= 3.11, nothing else.
+
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# The first interpreter on PATH that is new enough; `make PYTHON=/path/to/python3.12 ...` overrides.
+NEW_ENOUGH := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
+	"$$python" -c "$(NEW_ENOUGH)" >/dev/null 2>&1 && command -v "$$python" && break; done)
+
+.PHONY: help demo test check gpu format clean
+
+help:  ## Show this list.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+demo: $(STAMP)  ## Stream features of a small vision transformer to two processes, and check them.
+	@$(BIN)/asyncvmm demo $(ARGS)
+
+test: check  ## Run formatting, lint, types, import contracts and all tests.
+	@$(BIN)/pytest $(ARGS)
+
+check: $(STAMP)  ## Run everything of `make test` but the tests.
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+gpu: $(STAMP)  ## Run the tests that need a CUDA device.
+	@$(BIN)/pytest -m gpu $(ARGS)
+
+format: $(STAMP)  ## Format the code and sort its imports.
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean:  ## Remove the virtual environment and everything the tools cached.
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf build dist src/*.egg-info
+	@find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "No Python >= 3.11 with venv was found on PATH." >&2; \
+		echo "Install one (Debian: python3 python3-venv), or name it: make PYTHON=/path/to/python3.12" >&2; \
+		exit 1; \
+	fi
+	@if ! "$(PYTHON)" -c "$(NEW_ENOUGH)" 2>/dev/null; then \
+		echo "$(PYTHON) is older than Python 3.11 or has no venv; name another: make PYTHON=..." >&2; \
+		exit 1; \
+	fi
+	@echo "Making $(VENV) with $$("$(PYTHON)" --version)"
+	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(STAMP): $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing asyncvmm and its tools into $(VENV) (the first time takes some minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e '.[dev]'
+	@touch $@

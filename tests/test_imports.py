@@ -1,0 +1,42 @@
+"""Importing the package starts nothing, and the import contracts hold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "numpy", "cuda", "multiprocessing", "uvloop", "typer", "rich")
+
+PROBE = """
+import json, os, sys, threading
+before = set(os.listdir("/proc/self/fd"))
+environment = dict(os.environ)
+import asyncvmm
+print(json.dumps({
+    "modules": sorted({name.partition(".")[0] for name in sys.modules}),
+    "threads": threading.active_count(),
+    "tasks": len(os.listdir("/proc/self/task")),
+    "descriptors": len(set(os.listdir("/proc/self/fd")) - before),
+    "environment": dict(os.environ) == environment,
+    "loggers": len(__import__("logging").getLogger("asyncvmm").handlers),
+}))
+"""
+
+
+@pytest.mark.slow
+def test_import_starts_nothing() -> None:
+    """Kills the planted bug of a module-level ``import torch`` anywhere below the package."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=30
+    )
+    seen = json.loads(done.stdout)
+    assert [name for name in HEAVY if name in seen["modules"]] == []
+    assert seen["threads"] == 1
+    assert seen["tasks"] == 1
+    assert seen["descriptors"] == 0
+    assert seen["environment"] is True
+    assert seen["loggers"] == 0
+    assert done.stderr == ""
