@@ -1,0 +1,303 @@
+"""Host memory: pools made of sealed memfds.
+
+Both sides reserve one address range of the pool's largest size and place segments in it.  Each
+segment is a memfd of its own, so it is exported as one descriptor per consumer, as on a GPU.
+
+One memfd for the whole pool would save descriptors, but could never shrink.  Probed on Linux 6.18:
+F_SEAL_FUTURE_WRITE, which keeps a peer from writing, refuses ``fallocate(PUNCH_HOLE)`` and
+``madvise(MADV_REMOVE)`` with EPERM, for our own writable mapping too, and without it both work.  A
+segment's pages return when its last descriptor and its last mapping, on either side, are gone.
+
+A memfd has no name, so nothing outlives the processes and nobody can delete another's memory
+(field report 6).  Its size is sealed, so nobody can turn a reader's next access into a bus error,
+and unless the pool is writable nobody but its maker can write it (field report 52).  Mapping is
+done once per segment and consumer, never per batch (field report 60).
+
+Whatever touches host memory is done when the call returns, so there are no events: every handle
+is empty and every fence is None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Self
+
+from asyncvmm._backends.base import Fence
+from asyncvmm._backends.limits import check_room
+from asyncvmm._backends.mapping import PAGE, READ, WRITE, Mapping, checked, pages
+from asyncvmm._backends.sealed import check_file, commit
+from asyncvmm._errors import (
+    ArgumentError,
+    ClosedError,
+    RemoteProtocolError,
+)
+from asyncvmm._fds import OwnedFd
+from asyncvmm._types import MAX_SLOTS, RegionInfo, SegmentInfo
+
+POISON = 0xDB
+"""Byte that fills a freed chunk in debug mode: as a float it is a huge negative number and as an
+integer never small, so that it shows."""
+
+
+class HostExporterRegion:
+    """The exporter's side of a pool in host memory (an ``ExporterRegion``).
+
+    ``grow``, ``shrink`` and ``close`` may be called from any thread and take turns; the rest never
+    waits for them.
+    """
+
+    def __init__(self, mapping: Mapping, info: RegionInfo) -> None:
+        self._mapping: Mapping | None = mapping
+        self._info = info
+        self._segments: tuple[SegmentInfo, ...] = ()
+        self._fds: dict[int, OwnedFd] = {}
+        self._next_index = 0
+        self._changing = threading.Lock()
+
+    @classmethod
+    def create(
+        cls, pool_bytes: int, max_pool_bytes: int, slots: int, *, writable: bool = False
+    ) -> Self:
+        """Make a pool of ``pool_bytes`` that may grow to ``max_pool_bytes``.  Slow.
+
+        Sizes are rounded up to whole pages.  Every page is there when this returns (field report
+        55); if it cannot be, :class:`asyncvmm.PoolMemoryError` says what was asked, what is
+        available and where, and nothing is kept.
+        """
+        if not 0 < pool_bytes <= max_pool_bytes:
+            raise ArgumentError(
+                f"a pool needs 0 < pool_bytes <= max_pool_bytes, "
+                f"got {pool_bytes} and {max_pool_bytes}"
+            )
+        if not 0 < slots <= MAX_SLOTS:
+            raise ArgumentError(f"a pool needs 1 to {MAX_SLOTS} slots, got {slots}")
+        check_room(pages(pool_bytes))
+        info = RegionInfo(
+            kind="host",
+            max_nbytes=pages(max_pool_bytes),
+            granule=PAGE,
+            slots=slots,
+            writable=writable,
+            handle_type="memfd",
+        )
+        region = cls(Mapping(info.max_nbytes), info)
+        region.grow(pool_bytes)
+        return region
+
+    @property
+    def info(self) -> RegionInfo:
+        """What a consumer must know before it maps anything."""
+        return self._info
+
+    @property
+    def address(self) -> int:
+        """First byte of the reserved address range."""
+        return self._open().address
+
+    def segments(self) -> Sequence[SegmentInfo]:
+        """The segments that are mapped now, by index."""
+        return self._segments
+
+    def export(self, index: int) -> OwnedFd:
+        """Return a new descriptor of segment ``index``: one per segment and consumer (inv. 12)."""
+        if index not in self._fds:
+            raise ArgumentError(f"there is no segment {index}; there are {sorted(self._fds)}")
+        return OwnedFd(checked("dup", os.dup, self._fds[index].fileno()))
+
+    def grow(self, nbytes: int) -> SegmentInfo:
+        """Add a segment of ``nbytes``, rounded up to whole pages, in the first gap that holds it.
+
+        An index is never used twice, so a late word about a segment that was given back cannot
+        mean its successor.  On an error nothing has changed.
+        """
+        with self._changing:
+            mapping = self._open()
+            size = pages(nbytes)
+            segment = SegmentInfo(self._next_index, self._gap(size), size)
+            check_room(size)
+            self._fds[segment.index] = commit(mapping, segment, writable=self._info.writable)
+            self._segments = (*self._segments, segment)
+            self._next_index += 1
+            return segment
+
+    def _gap(self, size: int) -> int:
+        if size <= 0:
+            raise ArgumentError(f"a segment needs at least 1 byte, got {size}")
+        start = largest = 0
+        end = SegmentInfo(-1, self._info.max_nbytes, 0)
+        for segment in (*sorted(self._segments, key=lambda each: each.start), end):
+            if segment.start - start >= size:
+                return start
+            largest = max(largest, segment.start - start)
+            start = segment.start + segment.nbytes
+        raise ArgumentError(
+            f"the pool cannot grow by {size:,} bytes: of max_pool_bytes {self._info.max_nbytes:,} "
+            f"at most {largest:,} in one piece are not in use; ask for less"
+        )
+
+    def shrink(self, index: int) -> None:
+        """Give segment ``index`` back; on an error nothing has changed.
+
+        The memory is free once the consumers that mapped it have unmapped it too.
+        """
+        with self._changing:
+            mapping = self._open()
+            found = [segment for segment in self._segments if segment.index == index]
+            if not found:
+                raise ArgumentError(f"there is no segment {index}; there are {sorted(self._fds)}")
+            mapping.vacate(found[0].start, found[0].nbytes)
+            self._segments = tuple(each for each in self._segments if each.index != index)
+            self._fds.pop(index).close()
+
+    def record_ready(self, slot: int, stream: int) -> None:
+        """Do nothing: what was written is there."""
+
+    def ready_handle(self, slot: int) -> bytes:
+        """Return empty bytes: there is no event to wait for."""
+        return b""
+
+    def ready_fence(self, slot: int) -> Fence | None:
+        """Return None: surely done."""
+        return None
+
+    def open_release(self, peer: int, slot: int, handle: bytes) -> None:
+        """Refuse a handle that is not empty."""
+        _refuse_event(handle)
+
+    def release_fence(self, peer: int, slot: int) -> Fence | None:
+        """Return None: surely done."""
+        return None
+
+    def forget_peer(self, peer: int) -> None:
+        """Do nothing: no consumer has events here."""
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Prepare nothing."""
+        return contextlib.nullcontext()
+
+    def poison(self, start: int, nbytes: int) -> None:
+        """Overwrite a freed range, which may cross segments, with ``POISON``."""
+        mapping, end, covered = self._open(), start + nbytes, start
+        for segment in sorted(self._segments, key=lambda each: each.start):
+            if segment.start <= covered < segment.start + segment.nbytes:
+                covered = segment.start + segment.nbytes
+        if nbytes < 0 or covered < end:
+            raise ArgumentError(f"bytes {start} to {end} are not all in segments of the pool")
+        mapping.fill(start, nbytes, POISON)
+
+    def keepalive(self) -> object:
+        """Return an object that keeps the mapping alive; every view holds it."""
+        return self._open()
+
+    def close(self) -> None:
+        """Let go of the memory; this side's mapping ends when the last keepalive is gone."""
+        with self._changing:
+            self._mapping = None
+            self._segments = ()
+            while self._fds:
+                self._fds.popitem()[1].close()
+
+    def _open(self) -> Mapping:
+        return _unless_closed(self._mapping)
+
+
+class HostConsumerRegion:
+    """A consumer's side of a pool in host memory (a ``ConsumerRegion``).
+
+    Mapped read-only unless the pool is writable.  Nothing the exporter says is trusted before it
+    is checked: what does not fit raises :class:`asyncvmm.RemoteProtocolError`, a descriptor that
+    is not what was promised :class:`asyncvmm.BackendError`.
+    """
+
+    def __init__(self, info: RegionInfo) -> None:
+        _check_info(info)
+        self._info = info
+        self._segments: dict[int, SegmentInfo] = {}
+        self._mapping: Mapping | None = Mapping(info.max_nbytes)
+
+    @property
+    def address(self) -> int:
+        """First byte of this process's address range for the pool."""
+        return _unless_closed(self._mapping).address
+
+    def map(self, segment: SegmentInfo, handle: OwnedFd | bytes) -> None:
+        """Map one segment.  The descriptor is closed in any case: the mapping needs it no more."""
+        if not isinstance(handle, OwnedFd):
+            raise RemoteProtocolError(
+                f"segment {segment.index} of a host pool came without a descriptor"
+            )
+        with handle:
+            mapping = _unless_closed(self._mapping)
+            _check_segment(segment, self._info, self._segments.values())
+            check_file(handle.fileno(), segment, writable=self._info.writable)
+            protection = READ | WRITE if self._info.writable else READ
+            mapping.place(segment.start, segment.nbytes, handle.fileno(), protection)
+            self._segments[segment.index] = segment
+
+    def unmap(self, index: int) -> None:
+        """Unmap segment ``index``; a view of it that is still alive would fault."""
+        mapping = _unless_closed(self._mapping)
+        if index not in self._segments:
+            raise RemoteProtocolError(f"segment {index} is to be unmapped but is not mapped")
+        segment = self._segments[index]
+        mapping.vacate(segment.start, segment.nbytes)
+        del self._segments[index]
+
+    def open_ready(self, slot: int, handle: bytes) -> None:
+        """Refuse a handle that is not empty."""
+        _refuse_event(handle)
+
+    def wait_ready(self, slot: int, stream: int) -> None:
+        """Do nothing: what was written is there."""
+
+    def record_release(self, slot: int, streams: Sequence[int]) -> bytes:
+        """Return empty bytes: what was read is over."""
+        return b""
+
+    def keepalive(self) -> object:
+        """Return an object that keeps the mapping alive; every view holds it."""
+        return _unless_closed(self._mapping)
+
+    def close(self) -> None:
+        """Let go of the mapping; it ends when the last keepalive is gone (inv. 15)."""
+        self._mapping = None
+        self._segments.clear()
+
+
+def _check_info(info: RegionInfo) -> None:
+    size, granule = info.max_nbytes, info.granule
+    if (info.kind, info.handle_type) != ("host", "memfd"):
+        raise RemoteProtocolError(f"{info.kind} memory by {info.handle_type} is no host pool")
+    if granule <= 0 or granule % PAGE or size <= 0 or size % granule:
+        raise RemoteProtocolError(
+            f"a host pool of {size:,} bytes in granules of {granule:,} does not fit this "
+            f"process's pages of {PAGE:,}"
+        )
+
+
+def _check_segment(segment: SegmentInfo, info: RegionInfo, mapped: Iterable[SegmentInfo]) -> None:
+    start, end = segment.start, segment.start + segment.nbytes
+    if segment.index < 0 or start % info.granule or segment.nbytes % info.granule:
+        raise RemoteProtocolError(f"{segment} is not in granules of {info.granule:,} bytes")
+    if not 0 <= start < end <= info.max_nbytes:
+        raise RemoteProtocolError(f"{segment} does not lie in a pool of {info.max_nbytes:,} bytes")
+    for other in mapped:
+        if other.index == segment.index or (
+            start < other.start + other.nbytes and other.start < end
+        ):
+            raise RemoteProtocolError(f"{segment} collides with {other}, which is mapped")
+
+
+def _refuse_event(handle: bytes) -> None:
+    if handle:
+        raise RemoteProtocolError(f"an event of {len(handle)} bytes came for a host pool")
+
+
+def _unless_closed(mapping: Mapping | None) -> Mapping:
+    if mapping is None:
+        raise ClosedError("the pool is closed on this side")
+    return mapping
