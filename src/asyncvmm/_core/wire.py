@@ -1,0 +1,223 @@
+"""Messages, packets, limits, version.
+
+A packet is one MessagePack array of messages; a message is an array that begins with its tag.
+The first packet of each side (Hello; Welcome or Rejected) carries four magic bytes and the
+version before that, so that two ends of different versions can still say so.  Every field is
+typed and bounded here; what a field may *name* is checked by the cores.
+
+This module does not know which side it is on.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from asyncvmm._errors import ArgumentError, RemoteProtocolError, VersionMismatchError
+from asyncvmm._types import RegionInfo, SegmentInfo
+
+VERSION = 1
+"""Raised whenever an older release could misread a packet."""
+
+MAGIC = b"AVMM"
+PACKET_LIMIT = 65536
+"""Bytes.  A quarter of what the kernel takes at default settings (212,960 was measured), so that
+several packets fit a socket buffer."""
+
+MESSAGE_LIMIT = PACKET_LIMIT - 64
+"""Bytes of one encoded message; leaves room for the packet's own header."""
+
+MAX_FEATURES = 1024
+MAX_EVENT_HANDLE = 64
+
+_Natural: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
+_Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
+_Handle: TypeAlias = Annotated[bytes, Meta(max_length=MAX_EVENT_HANDLE)]
+_Key: TypeAlias = Annotated[str, Meta(max_length=4096)] | int
+
+
+class Feature(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One tensor of an owner: where it lies follows from the layout."""
+
+    name: _Text
+    dtype: _Text
+    shape: tuple[_Natural, ...]
+
+
+class OwnerFrame(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One owner as it travels."""
+
+    slot: _Natural
+    generation: _Natural
+    start: _Natural
+    nbytes: _Natural
+    key: _Key
+    features: Annotated[list[Feature], Meta(max_length=MAX_FEATURES)]
+    metadata: bytes = b""
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True, tag=1):
+    """Consumer: who I am, and what I can take."""
+
+    rank: int | None
+    name: _Text | None
+    kind: _Text
+    """The memory this end can map: "host" or "cuda"."""
+    writable: bool = False
+    window: Annotated[int, Meta(ge=1, le=65536)] = 2
+    """Under Compete: batches I may have without having taken them."""
+    secret: Annotated[bytes, Meta(max_length=1024)] = b""
+
+
+class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=2):
+    """Exporter: you are in, and this is my pool.  One Segment message follows per segment."""
+
+    exporter: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    peer: _Natural
+    consumer_count: _Natural
+    """0 under Compete."""
+    region: RegionInfo
+    debug: bool = False
+
+
+class Rejected(msgspec.Struct, array_like=True, frozen=True, tag=3):
+    """Exporter: you are not; the link ends here."""
+
+    reason: _Text
+    text: _Text
+    numbers: Annotated[list[int], Meta(max_length=64)] = []
+
+
+class Segment(msgspec.Struct, array_like=True, frozen=True, tag=4):
+    """Exporter: map this segment.  Its handle is the packet's descriptor, or these bytes."""
+
+    info: SegmentInfo
+    handle: _Handle = b""
+
+
+class Unmap(msgspec.Struct, array_like=True, frozen=True, tag=5):
+    """Exporter: this segment is given back; let go of it."""
+
+    index: _Natural
+
+
+class Ready(msgspec.Struct, array_like=True, frozen=True, tag=6):
+    """Exporter: the slot's ready event, once, before its first owner."""
+
+    slot: _Natural
+    handle: _Handle
+
+
+class Deliver(msgspec.Struct, array_like=True, frozen=True, tag=7):
+    """Exporter: one batch."""
+
+    owners: Annotated[list[OwnerFrame], Meta(min_length=1)]
+
+
+class Take(msgspec.Struct, array_like=True, frozen=True, tag=8, gc=False):
+    """Consumer, under Compete: this batch (by its first owner) is in work; my credit is back."""
+
+    slot: _Natural
+    generation: _Natural
+
+
+class Release(msgspec.Struct, array_like=True, frozen=True, tag=9, gc=False):
+    """Consumer: I am done with this owner once my event for its slot is."""
+
+    slot: _Natural
+    generation: _Natural
+    handle: _Handle = b""
+    """The slot's release event, the first time only."""
+
+
+class Refuse(msgspec.Struct, array_like=True, frozen=True, tag=10, gc=False):
+    """Consumer: I never used this owner, and this is why."""
+
+    slot: _Natural
+    generation: _Natural
+    reason: _Text
+
+
+class Goodbye(msgspec.Struct, array_like=True, frozen=True, tag=11):
+    """Either side: nothing new will come from me.
+
+    A consumer says how many owners its views still hold; their releases may follow.
+    """
+
+    lingering: _Natural = 0
+    reason: _Text = ""
+
+
+FromConsumer: TypeAlias = Take | Release | Refuse | Goodbye
+FromExporter: TypeAlias = Segment | Unmap | Ready | Deliver | Goodbye
+Message: TypeAlias = Hello | Welcome | Rejected | FromConsumer | FromExporter
+
+_encoder = msgspec.msgpack.Encoder()
+_from_consumer = msgspec.msgpack.Decoder(list[FromConsumer])
+_from_exporter = msgspec.msgpack.Decoder(list[FromExporter])
+_Greeting: TypeAlias = Hello | Welcome | Rejected
+_greeting: msgspec.msgpack.Decoder[_Greeting] = msgspec.msgpack.Decoder(_Greeting)
+_HEADER = struct.Struct(">4sH")
+
+
+def encode(message: Message) -> bytes:
+    """Encode one message; refuse one that no packet can hold."""
+    data = _encoder.encode(message)
+    if len(data) > MESSAGE_LIMIT:
+        raise ArgumentError(
+            f"the message that describes the owner takes {len(data):,} bytes, but at most "
+            f"{MESSAGE_LIMIT:,} fit a packet; send fewer features or less metadata per owner"
+        )
+    return data
+
+
+def frame(messages: Sequence[bytes]) -> bytes:
+    """Join encoded messages into one packet: a MessagePack array header, then the messages."""
+    count = len(messages)
+    if count < 16:
+        return b"".join((bytes((0x90 | count,)), *messages))
+    return b"".join((b"\xdc", count.to_bytes(2, "big"), *messages))
+
+
+def decode_from_consumer(packet: memoryview | bytes) -> list[FromConsumer]:
+    """Decode a packet on the exporter's side."""
+    try:
+        return _from_consumer.decode(packet)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"a consumer sent a packet that is no packet: {error}") from None
+
+
+def decode_from_exporter(packet: memoryview | bytes) -> list[FromExporter]:
+    """Decode a packet on a consumer's side."""
+    try:
+        return _from_exporter.decode(packet)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(
+            f"the exporter sent a packet that is no packet: {error}"
+        ) from None
+
+
+def encode_greeting(message: Hello | Welcome | Rejected, *, version: int = VERSION) -> bytes:
+    """Encode a side's first packet."""
+    return _HEADER.pack(MAGIC, version) + _encoder.encode(message)
+
+
+def decode_greeting(packet: memoryview | bytes) -> Hello | Welcome | Rejected:
+    """Decode the other side's first packet; another version is told apart from rubbish."""
+    data = bytes(packet)
+    if len(data) < _HEADER.size or data[:4] != MAGIC:
+        raise RemoteProtocolError(
+            f"the other end does not speak this protocol: its first packet of {len(data)} bytes "
+            f"does not begin with {MAGIC!r}"
+        )
+    version = _HEADER.unpack_from(data)[1]
+    if version != VERSION:
+        raise VersionMismatchError(VERSION, version)
+    try:
+        return _greeting.decode(data[_HEADER.size :])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"the other end's greeting cannot be read: {error}") from None

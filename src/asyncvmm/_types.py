@@ -1,0 +1,112 @@
+"""Frozen plain data that crosses layers.  No behaviour beyond checks and names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from asyncvmm._errors import ArgumentError
+
+Key: TypeAlias = str | int
+"""The name a producer gives an owner: a request id, say."""
+
+ALIGNMENT = 256
+"""Bytes.  Chunks are multiples of it and features start on it: the strictest alignment that
+CUDA's vector loads and torch's own allocator ask for."""
+
+MAX_SLOTS = 1024
+"""Most slots an exporter may have.  A process can hold 4,096 interprocess events (measured on an
+H200, driver 580): one ready event per slot plus one release event per slot and consumer must fit
+for two consumers on the exporter's side with room to spare."""
+
+
+class SegmentInfo(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One physical allocation of a pool."""
+
+    index: int
+    start: int
+    """Offset of its first byte in the pool's address range."""
+    nbytes: int
+    """Physical size: a multiple of the backend's granule."""
+
+
+class RegionInfo(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a consumer must know of a pool before it maps anything."""
+
+    kind: Literal["host", "cuda"]
+    max_nbytes: int
+    """Size of the address range to reserve, physical (a multiple of ``granule``)."""
+    granule: int
+    slots: int
+    writable: bool = False
+    handle_type: Literal["memfd", "posix", "fabric"] = "memfd"
+    device: str = ""
+    """UUID of the GPU that holds the memory, as ``GPU-...``; empty for host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Route: each of ``consumer_count`` ranks gets every batch (or those that ``to`` names)."""
+
+    consumer_count: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.consumer_count, bool) or not isinstance(self.consumer_count, int):
+            raise ArgumentError(
+                f"Broadcast takes the number of ranks as an int, got {self.consumer_count!r}"
+            )
+        if self.consumer_count < 1:
+            raise ArgumentError(
+                f"Broadcast needs at least 1 consumer, got {self.consumer_count}; "
+                f"give the number of ranks that will attach"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Compete:
+    """Route: exactly one free consumer gets each batch."""
+
+
+Route: TypeAlias = Broadcast | Compete
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Group:
+    """Narrow one batch to some of a Broadcast's ranks: ``send(..., to=Group(0, 1))``."""
+
+    ranks: tuple[int, ...]
+
+    def __init__(self, *ranks: int) -> None:
+        object.__setattr__(self, "ranks", check_ranks(ranks))
+
+
+def check_ranks(ranks: Iterable[object]) -> tuple[int, ...]:
+    """Return the ranks sorted and once each; refuse an empty set and what is no rank."""
+    found = set[int]()
+    for rank in ranks:
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+            raise ArgumentError(f"a rank is an int of 0 or more, got {rank!r}")
+        found.add(rank)
+    if not found:
+        raise ArgumentError("a group needs at least one rank; got none")
+    return tuple(sorted(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Who let go of an owner, and how.  Consumers are ranks, or names under Compete."""
+
+    released: tuple[Key, ...] = ()
+    """Let go in order, all reads over on the device."""
+    refused: tuple[tuple[Key, str], ...] = ()
+    """Never used it, with the reason given: could not map, cancelled, dropped unread."""
+    lost: tuple[Key, ...] = ()
+    """Their process is gone."""
+
+    @property
+    def complete(self) -> bool:
+        """True if every consumer that was to see the owner released it."""
+        return not self.refused and not self.lost
