@@ -14,8 +14,8 @@
         ExporterNotFoundError              nobody listens under that name         .name
         NameInUseError                     a live exporter has the name           .name .pid
         AccessDeniedError                  another user's process                 .uid .allowed
-        VersionMismatchError               other protocol versions                .ours .theirs
-        RankError                          a rank taken or out of range           .rank .consumer_count
+        VersionMismatchError               other versions        .ours .theirs
+        RankError                          taken or out of range .rank .consumer_count
       ProtocolError
         LocalProtocolError                 we broke the rules: a bug here
         RemoteProtocolError                they broke the rules: the link is dropped
@@ -24,7 +24,7 @@
       DescriptorLimitError                 the open-file limit cut a descriptor   .limit .used
       ForkError                            used in a process it was not made in   .made_in .used_in
       BackendError                         memory or driver failed                .call .code
-        PoolMemoryError                    the memory is not there                .asked .available .where
+        PoolMemoryError                    it is not there       .asked .available .where
 
 Match on types and attributes, never on text.  The anyio bases are there so that code written
 against anyio's streams keeps working; nothing here derives from ``OSError``, because a socket

@@ -76,14 +76,7 @@ class HostExporterRegion:
         if not 0 < slots <= MAX_SLOTS:
             raise ArgumentError(f"a pool needs 1 to {MAX_SLOTS} slots, got {slots}")
         check_room(pages(pool_bytes))
-        info = RegionInfo(
-            kind="host",
-            max_nbytes=pages(max_pool_bytes),
-            granule=PAGE,
-            slots=slots,
-            writable=writable,
-            handle_type="memfd",
-        )
+        info = RegionInfo("host", pages(max_pool_bytes), PAGE, slots, writable, "memfd")
         region = cls(Mapping(info.max_nbytes), info)
         region.grow(pool_bytes)
         return region
@@ -104,9 +97,8 @@ class HostExporterRegion:
 
     def export(self, index: int) -> OwnedFd:
         """Return a new descriptor of segment ``index``: one per segment and consumer (inv. 12)."""
-        if index not in self._fds:
-            raise ArgumentError(f"there is no segment {index}; there are {sorted(self._fds)}")
-        return OwnedFd(checked("dup", os.dup, self._fds[index].fileno()))
+        fd = self._fds[self._find(index).index]
+        return OwnedFd(checked("dup", os.dup, fd.fileno()))
 
     def grow(self, nbytes: int) -> SegmentInfo:
         """Add a segment of ``nbytes``, rounded up to whole pages, in the first gap that holds it.
@@ -146,11 +138,9 @@ class HostExporterRegion:
         """
         with self._changing:
             mapping = self._open()
-            found = [segment for segment in self._segments if segment.index == index]
-            if not found:
-                raise ArgumentError(f"there is no segment {index}; there are {sorted(self._fds)}")
-            mapping.vacate(found[0].start, found[0].nbytes)
-            self._segments = tuple(each for each in self._segments if each.index != index)
+            segment = self._find(index)
+            mapping.vacate(segment.start, segment.nbytes)
+            self._segments = tuple(each for each in self._segments if each is not segment)
             self._fds.pop(index).close()
 
     def record_ready(self, slot: int, stream: int) -> None:
@@ -203,6 +193,14 @@ class HostExporterRegion:
 
     def _open(self) -> Mapping:
         return _unless_closed(self._mapping)
+
+    def _find(self, index: int) -> SegmentInfo:
+        for segment in self._segments:
+            if segment.index == index:
+                return segment
+        raise ArgumentError(
+            f"there is no segment {index}, only {[each.index for each in self._segments]}"
+        )
 
 
 class HostConsumerRegion:

@@ -108,8 +108,7 @@ class ConsumerCore:
             self._generations[owner.slot] = owner.generation
             self.held[owner.slot] = owner
         if self.state is not PeerState.OPEN:
-            for owner in message.owners:
-                self.refuse(owner, "the consumer is leaving")
+            self._decline(message.owners, "the consumer is leaving")
             return
         self.delivered += 1
         self.inbox.append(message.owners)
@@ -185,9 +184,16 @@ class ConsumerCore:
             return
         self.state = PeerState.CLOSING
         while self.inbox:
-            for owner in self.inbox.popleft():
-                self.refuse(owner, "dropped unread")
+            self._decline(self.inbox.popleft(), "dropped unread")
         self.outgoing.append(wire.encode(wire.Goodbye(lingering=len(lingering))))
+
+    def _decline(self, owners: Sequence[wire.OwnerFrame], reason: str) -> None:
+        for owner in owners:
+            if self.competes:
+                # Not taken, so the exporter gives it to another when it reads the goodbye.
+                del self.held[owner.slot]
+            else:
+                self.refuse(owner, reason)
 
     def lose(self) -> int:
         """Note that the link is gone; return how many unread batches are gone with it."""
