@@ -1,17 +1,8 @@
 """Host memory: pools made of sealed memfds.
 
 Both sides reserve one address range of the pool's largest size and place segments in it.  Each
-segment is a memfd of its own, so it is exported as one descriptor per consumer, as on a GPU.
-
-One memfd for the whole pool would save descriptors, but could never shrink.  Probed on Linux 6.18:
-F_SEAL_FUTURE_WRITE, which keeps a peer from writing, refuses ``fallocate(PUNCH_HOLE)`` and
-``madvise(MADV_REMOVE)`` with EPERM, for our own writable mapping too, and without it both work.  A
-segment's pages return when its last descriptor and its last mapping, on either side, are gone.
-
-A memfd has no name, so nothing outlives the processes and nobody can delete another's memory
-(field report 6).  Its size is sealed, so nobody can turn a reader's next access into a bus error,
-and unless the pool is writable nobody but its maker can write it (field report 52).  Mapping is
-done once per segment and consumer, never per batch (field report 60).
+segment is a memfd of its own (``sealed.py`` says why), so it is exported as one descriptor per
+consumer, as on a GPU.  It is mapped once per consumer, never per batch (field report 60).
 
 Whatever touches host memory is done when the call returns, so there are no events: every handle
 is empty and every fence is None.
@@ -137,9 +128,8 @@ class HostExporterRegion:
         The memory is free once the consumers that mapped it have unmapped it too.
         """
         with self._changing:
-            mapping = self._open()
             segment = self._find(index)
-            mapping.vacate(segment.start, segment.nbytes)
+            self._open().vacate(segment.start, segment.nbytes)
             self._segments = tuple(each for each in self._segments if each is not segment)
             self._fds.pop(index).close()
 
@@ -195,6 +185,7 @@ class HostExporterRegion:
         return _unless_closed(self._mapping)
 
     def _find(self, index: int) -> SegmentInfo:
+        self._open()
         for segment in self._segments:
             if segment.index == index:
                 return segment

@@ -1,4 +1,15 @@
-"""One segment of host memory: a memfd that nobody can resize, and only its maker can write."""
+"""One segment of host memory: a memfd that nobody can resize, and only its maker can write.
+
+A memfd has no name, so nothing outlives the processes and nobody can delete another's memory
+(field report 6).  Its size is sealed, so nobody can turn a reader's next access into a bus error,
+and unless the pool is writable nobody but its maker can write it (field report 52).
+
+One memfd for a whole pool would save descriptors, but such a pool could never shrink.  Probed on
+Linux 6.18: F_SEAL_FUTURE_WRITE, which keeps a peer from writing, refuses ``fallocate(PUNCH_HOLE)``
+and ``madvise(MADV_REMOVE)`` with EPERM, through our own writable mapping too; without it both
+work.  So a segment is a memfd, and its pages return when its last descriptor and its last mapping,
+on either side, are gone.
+"""
 
 from __future__ import annotations
 
