@@ -1,0 +1,1 @@
+"""Sockets, names, peers and fences on an event loop.  No memory, no messages, no rules."""

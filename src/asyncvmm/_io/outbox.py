@@ -1,0 +1,95 @@
+"""What waits to be sent: messages in order, joined into packets at the last moment.
+
+Joining late means that messages which pile up behind a full socket leave in few packets.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from asyncvmm._errors import LocalProtocolError
+from asyncvmm._fds import OwnedFd
+from asyncvmm._io.packets import PACKET_LIMIT, close_all
+
+BATCH_MESSAGES = 16
+"""Most messages of one packet; as many leave at once, without waiting for the turn to end."""
+
+BATCH_BYTES = 32_768
+"""The same in bytes: half a packet, which leaves room for whatever joining them adds."""
+
+Fds: TypeAlias = tuple[OwnedFd, ...]
+
+
+class Outbox:
+    """A queue of messages whose head is at most one encoded packet."""
+
+    __slots__ = ("_count", "_frame", "fds", "packet", "queue")
+
+    def __init__(self, frame: Callable[[Sequence[bytes]], bytes]) -> None:
+        self._frame = frame
+        self.queue: deque[bytes | tuple[bytes, Fds]] = deque()
+        self.packet: bytes | None = None  # encoded, not yet taken by the kernel
+        self.fds: Fds = ()  # that go with it
+        self._count = 0  # messages in it
+
+    def __len__(self) -> int:
+        """Messages that the kernel has not taken yet."""
+        return len(self.queue) + self._count
+
+    def next(self) -> bytes | None:
+        """Return the packet to send now, the same one until :meth:`sent`; None if all is sent."""
+        if self.packet is not None:
+            return self.packet
+        queue = self.queue
+        if not queue:
+            return None
+        messages: list[bytes] = []
+        fds: Fds = ()
+        size = 0
+        for entry in queue:
+            if isinstance(entry, tuple):
+                if not messages:
+                    messages.append(entry[0])
+                    fds = entry[1]
+                break
+            size += len(entry)
+            if messages and size > BATCH_BYTES:
+                break
+            messages.append(entry)
+            if len(messages) == BATCH_MESSAGES:
+                break
+        packet = self._frame(messages)
+        if not 0 < len(packet) <= PACKET_LIMIT:
+            raise LocalProtocolError(
+                f"a packet of {len(packet):,} bytes was to be sent, but 1 to {PACKET_LIMIT:,} "
+                f"are allowed; send fewer features or less metadata in one batch"
+            )
+        for _ in messages:
+            queue.popleft()
+        self.packet, self.fds, self._count = packet, fds, len(messages)
+        return packet
+
+    def sent(self) -> None:
+        """Forget the packet that the kernel took, and close the descriptors that went with it."""
+        self.packet, self._count = None, 0
+        if self.fds:
+            close_all(self.fds)
+            self.fds = ()
+
+    def drop(self) -> None:
+        """Forget everything and close the descriptors."""
+        self.sent()
+        for entry in self.queue:
+            if isinstance(entry, tuple):
+                close_all(entry[1])
+        self.queue.clear()
+
+
+def too_many(queued: int, limit: int) -> LocalProtocolError:
+    """Return the error for a queue that outgrew its bound (inv. 11)."""
+    return LocalProtocolError(
+        f"{queued:,} messages wait for a peer that does not read, the limit is {limit:,}; "
+        f"the link is dropped"
+    )
