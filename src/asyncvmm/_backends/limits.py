@@ -109,7 +109,9 @@ def _up_the_tree(mounted: Path, below: Path, files: _Files) -> Iterator[Room]:
 def _lines(file: Path) -> list[str]:
     try:
         return file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:  # not shown to us: by this module's rule it does not count
+    except OSError:
+        # Not shown to us: by this module's rule it does not count.  Nor can anything be read at
+        # the open-file limit, but there no pool can be made either, and that error names it.
         return []
 
 

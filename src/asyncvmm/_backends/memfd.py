@@ -66,10 +66,11 @@ class HostExporterRegion:
             )
         if not 0 < slots <= MAX_SLOTS:
             raise ArgumentError(f"a pool needs 1 to {MAX_SLOTS} slots, got {slots}")
-        check_room(pages(pool_bytes))
+        size = pages(pool_bytes)
+        check_room(size)
         info = RegionInfo("host", pages(max_pool_bytes), PAGE, slots, writable, "memfd")
         region = cls(Mapping(info.max_nbytes), info)
-        region.grow(pool_bytes)
+        region._add(SegmentInfo(0, 0, size))
         return region
 
     @property
@@ -98,14 +99,18 @@ class HostExporterRegion:
         mean its successor.  On an error nothing has changed.
         """
         with self._changing:
-            mapping = self._open()
+            self._open()
             size = pages(nbytes)
             segment = SegmentInfo(self._next_index, self._gap(size), size)
             check_room(size)
-            self._fds[segment.index] = commit(mapping, segment, writable=self._info.writable)
-            self._segments = (*self._segments, segment)
-            self._next_index += 1
+            self._add(segment)
             return segment
+
+    def _add(self, segment: SegmentInfo) -> None:
+        fd = commit(self._open(), segment, writable=self._info.writable)
+        self._fds[segment.index] = fd
+        self._segments = (*self._segments, segment)
+        self._next_index = segment.index + 1
 
     def _gap(self, size: int) -> int:
         if size <= 0:
