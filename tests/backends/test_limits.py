@@ -109,9 +109,15 @@ def test_a_container_that_sees_only_its_own_group(machine: Machine) -> None:
     assert machine.tightest()[0] == 2000
 
 
-@pytest.mark.parametrize("path", ["/../elsewhere", "/docker/other"])
-def test_a_group_outside_the_mount_falls_back_to_the_mount(machine: Machine, path: str) -> None:
-    machine.mount("/docker/1234", "cgroup2", "rw")
+@pytest.mark.parametrize(
+    ("root", "path"), [("/", "/../elsewhere"), ("/docker/1234", "/docker/other")]
+)
+def test_a_group_outside_the_mount_falls_back_to_the_mount(
+    machine: Machine, root: str, path: str
+) -> None:
+    """Planted bug: the path is followed out of the mount, to files of something else."""
+    machine.group("../elsewhere", 1000, 999)
+    machine.mount(root, "cgroup2", "rw")
     machine.member(f"0::{path}")
     machine.group("", 5000, 1000)
     assert machine.tightest()[0] == 4000

@@ -332,8 +332,8 @@ FOREIGN: dict[str, tuple[Callable[[Path], int], str, str]] = {
     "a file on disk": (ordinary_file, "unsealed", "F_SEAL_SEAL"),
     "too small": (lambda _: sealed_file(PAGE, ALL_SEALS), "size", f"{PAGE:,} bytes"),
     "too large": (lambda _: sealed_file(3 * PAGE, ALL_SEALS), "size", f"{3 * PAGE:,} bytes"),
-    "a device": (lambda _: os.open("/dev/zero", os.O_RDWR | os.O_CLOEXEC), "type", "mode"),
-    "an eventfd": (lambda _: os.eventfd(0, os.EFD_CLOEXEC), "type", "mode"),
+    "a device": (lambda _: os.open("/dev/zero", os.O_RDWR | os.O_CLOEXEC), "size", "mode"),
+    "an eventfd": (lambda _: os.eventfd(0, os.EFD_CLOEXEC), "size", "mode"),
 }
 
 
@@ -341,7 +341,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], int], str, str]] = {
 def test_a_foreign_descriptor_is_refused_closed_and_not_mapped(
     kind: str, tmp_path: Path, exporter: HostExporterRegion
 ) -> None:
-    """Field report 52.  Planted bug: a seal, the size or the type is not looked at."""
+    """Field report 52.  Planted bug: a seal, or the size is not looked at."""
     make, code, words = FOREIGN[kind]
     consumer = HostConsumerRegion(exporter.info)
     before = footprint()
@@ -553,6 +553,7 @@ def test_growth_is_all_or_nothing(
     with pytest.raises(BackendError) as caught:
         exporter.grow(PAGE)
     assert (caught.value.call, caught.value.code) == (name, "EIO")
+    assert len(os.listdir("/proc/self/fd")) == before[0]  # closed, not left to who drops the error
     del caught
     assert exporter.segments() == segments
     assert footprint() == before
@@ -595,6 +596,37 @@ def test_mapping_is_all_or_nothing(
     assert ctypes.string_at(consumer.address, 1) == b"\0"
     consumer.unmap(0)
     assert footprint() == before
+
+
+def test_growth_asks_for_room_first(
+    monkeypatch: pytest.MonkeyPatch, failing: Failing, exporter: HostExporterRegion
+) -> None:
+    """Planted bug: only creation looks, and growth meets the kernel's out-of-memory killer."""
+
+    def full(asked: int) -> None:
+        raise PoolMemoryError(asked, 7, "a full machine")
+
+    monkeypatch.setattr(memfd, "check_room", full)
+    failing.arm(-1)
+    with pytest.raises(PoolMemoryError) as caught:
+        exporter.grow(1)
+    assert (caught.value.asked, caught.value.available) == (PAGE, 7)
+    assert failing.calls == []
+
+
+def test_populate_that_fails_is_no_old_kernel(
+    monkeypatch: pytest.MonkeyPatch, exporter: HostExporterRegion
+) -> None:
+    """Planted bug: every failure is taken for EINVAL, and touching the pages is a bus error."""
+
+    def no_pages(address: int, nbytes: int, advice: int) -> int:
+        ctypes.set_errno(errno.EFAULT)
+        return -1
+
+    monkeypatch.setattr(mapping, "_c_madvise", no_pages)
+    with pytest.raises(BackendError) as caught:
+        exporter.grow(1)
+    assert (caught.value.call, caught.value.code) == ("madvise", "EFAULT")
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.ENOSPC])

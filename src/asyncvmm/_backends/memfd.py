@@ -259,7 +259,6 @@ class HostConsumerRegion:
     def close(self) -> None:
         """Let go of the mapping; it ends when the last keepalive is gone (inv. 15)."""
         self._mapping = None
-        self._segments.clear()
 
 
 def _check_info(info: RegionInfo) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import stat
 from collections.abc import Iterator
 
 from asyncvmm._backends.limits import check_room
@@ -76,17 +75,17 @@ def check_file(fd: int, segment: SegmentInfo, *, writable: bool) -> None:
     """Refuse what could shrink under a reader, or be written behind its back (report 52)."""
     what = f"the descriptor of segment {segment.index}"
     status = checked("fstat", os.fstat, fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != segment.nbytes:
+    if status.st_size != segment.nbytes:
         raise BackendError(
             f"{what} is a file of {status.st_size:,} bytes (mode {status.st_mode:#o}), "
             f"not a memfd of {segment.nbytes:,}",
             call="fstat",
-            code="size" if stat.S_ISREG(status.st_mode) else "type",
+            code="size",
         )
     try:
         found = checked("F_GET_SEALS", fcntl.fcntl, fd, fcntl.F_GET_SEALS)
     except BackendError as error:
-        if error.code != "EINVAL":  # the answer for a file that can have no seals
+        if error.code != "EINVAL":  # the answer for all but memfds: they alone have seals
             raise
         found = 0
     missing = [name for name, seal in _seals(writable).items() if not found & seal]
