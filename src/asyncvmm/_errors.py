@@ -232,3 +232,7 @@ class PoolMemoryError(BackendError):
         self.asked = asked
         self.available = available
         self.where = where
+
+
+class OwnersOutstandingWarning(UserWarning):
+    """An exporter was closed while consumers still held owners; the text says who and how old."""

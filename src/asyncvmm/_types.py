@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeGuard
 
 import msgspec
 
@@ -54,7 +54,7 @@ class Broadcast:
     consumer_count: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.consumer_count, bool) or not isinstance(self.consumer_count, int):
+        if not is_int(self.consumer_count):
             raise ArgumentError(
                 f"Broadcast takes the number of ranks as an int, got {self.consumer_count!r}"
             )
@@ -83,11 +83,16 @@ class Group:
         object.__setattr__(self, "ranks", check_ranks(ranks))
 
 
+def is_int(value: object) -> TypeGuard[int]:
+    """Say whether a value is an int and no bool; arguments are checked at run time too."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_ranks(ranks: Iterable[object]) -> tuple[int, ...]:
     """Return the ranks sorted and once each; refuse an empty set and what is no rank."""
     found = set[int]()
     for rank in ranks:
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+        if not is_int(rank) or rank < 0:
             raise ArgumentError(f"a rank is an int of 0 or more, got {rank!r}")
         found.add(rank)
     if not found:
@@ -110,3 +115,53 @@ class Outcome:
     def complete(self) -> bool:
         """True if every consumer that was to see the owner released it."""
         return not self.refused and not self.lost
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a feature that :meth:`asyncvmm.Exporter.reserve` makes room for.
+
+    ``dtype`` is a ``torch.dtype`` or its name, as ``torch.bfloat16`` or ``"bfloat16"``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: object
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.shape)
+        if not all(is_int(n) and n >= 0 for n in shape):
+            raise ArgumentError(
+                f"a shape is a tuple of ints of 0 or more, got {self.shape!r} for a TensorSpec"
+            )
+        object.__setattr__(self, "shape", shape)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype's name without ``torch.``."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[f"{_letter}iB"] = 1024**_power
+    _UNITS[f"{_letter}B"] = 1000**_power
+
+
+def parse_bytes(size: int | str, what: str) -> int:
+    """Return a number of bytes given as an int or as text like ``"1.5GiB"`` or ``"200 MB"``."""
+    if isinstance(size, str):
+        number = size.strip().rstrip("BKMGTi")
+        unit = size.strip()[len(number) :]
+        try:
+            nbytes = int(float(number) * _UNITS[unit])
+        except (ValueError, KeyError, OverflowError):
+            raise ArgumentError(
+                f"{what}={size!r} is no size; give an int of bytes or text like '64MiB', '1.5GiB'"
+            ) from None
+    elif is_int(size):
+        nbytes = size
+    else:
+        raise ArgumentError(f"{what}={size!r} is no size; give an int of bytes or text like '1GiB'")
+    if nbytes < 1:
+        raise ArgumentError(f"{what}={size!r} must be at least 1 byte")
+    return nbytes

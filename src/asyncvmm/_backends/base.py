@@ -77,8 +77,15 @@ class ExporterRegion(Protocol):
     def poison(self, start: int, nbytes: int) -> None:
         """Overwrite a freed range with a pattern nobody sends (debug mode)."""
 
+    def keepalive(self) -> object:
+        """Return an object that keeps the mapping alive; every writable view holds it."""
+
     def close(self) -> None:
-        """Give everything back, in the order that undoes it.  Slow.  Again is a no-op."""
+        """Give everything back, in the order that undoes it.  Slow.  Again is a no-op.
+
+        Waits for the device work that was recorded; the mapping ends when the last keepalive is
+        gone.
+        """
 
 
 class ConsumerRegion(Protocol):

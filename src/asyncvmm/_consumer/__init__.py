@@ -1,0 +1,1 @@
+"""The consumer's shell: it joins the core, memory, sockets and torch."""

@@ -1,0 +1,331 @@
+"""The consumer as its user sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from dataclasses import dataclass
+
+from anyio.abc import ObjectReceiveStream
+
+from asyncvmm._backends.base import ConsumerRegion
+from asyncvmm._consumer.leases import Leases
+from asyncvmm._consumer.lingering import Lingering
+from asyncvmm._consumer.owner import Batch
+from asyncvmm._core import wire
+from asyncvmm._core.consumer import ConsumerCore
+from asyncvmm._core.ledger import PeerState
+from asyncvmm._errors import (
+    AsyncVMMError,
+    BackendError,
+    ClosedError,
+    EndOfStream,
+    ForkError,
+    PeerLostError,
+    WouldBlock,
+)
+from asyncvmm._fds import OwnedFd, close_after_fork
+from asyncvmm._io.link import Link
+from asyncvmm._io.liveness import DeathWatch
+from asyncvmm._tensors import DevicePort
+from asyncvmm._types import Key
+
+logger = logging.getLogger("asyncvmm.consumer")
+
+GOODBYE_SECONDS = 2.0
+"""How long a leaving consumer waits for the exporter's goodbye, and then for it to hang up.  Both
+come within a loop turn from an exporter that runs; a stopped one must not keep us."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerState:
+    """What one consumer has, at one moment."""
+
+    member: Key | None
+    device: str
+    state: str
+    """open, closing or closed."""
+    unread: int
+    """Batches that were delivered and not yet received by the program."""
+    held: int
+    """Owners received and not yet given back."""
+    viewed: int
+    """Of those: released, but a view of them is still alive."""
+    delivered: int
+    released: int
+    refused: int
+    waiting: int
+    """Calls of ``receive`` that wait."""
+    pinned: tuple[Key, ...]
+    """Keys of the owners that are released and still viewed."""
+
+
+class Consumer(ObjectReceiveStream[Batch]):
+    """A stream of batches; open one with ``connect``.
+
+    Iterate over it, or call :meth:`receive`.  It is an anyio ``ObjectReceiveStream``.  Several
+    tasks may receive at once; each batch goes to one of them.
+    """
+
+    def __init__(
+        self,
+        member: Key | None,
+        port: DevicePort,
+        region: ConsumerRegion,
+        core: ConsumerCore,
+        link: Link,
+    ) -> None:
+        self.member = member
+        self.device = port.device
+        self._core = core
+        self._region = region
+        self._link = link
+        self._watch: DeathWatch | None = None
+        self._attached = False
+        self._loop = asyncio.get_running_loop()
+        self._leases = Leases(core, region, port, self._pump, self._loop)
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._told: list[asyncio.Future[None]] = []  # wait for goodbye, loss or segments
+        self._lost: AsyncVMMError | None = None
+        self._closed = False
+        self._forked = False
+        self._made_in = os.getpid()
+        close_after_fork(_ForkMark(self))
+
+    # -- receiving ---------------------------------------------------------------------------
+
+    async def receive(self) -> Batch:
+        """Return the next batch, waiting for it.
+
+        Raises EndOfStream after the exporter's goodbye, PeerLostError if it vanished (also for
+        batches that were still unread then), ClosedError after ``aclose``.  Cancelled, it loses
+        no batch: the next call gets it.
+        """
+        while True:
+            batch = self._next()
+            if batch is not None:
+                return batch
+            waiter = self._loop.create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            except BaseException:
+                # Only a wake-up was in the future: pass it on if it was meant for us (inv. 9).
+                if waiter.done() and not waiter.cancelled():
+                    self._wake()
+                raise
+            finally:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+
+    def receive_nowait(self) -> Batch:
+        """Return the next batch, or raise WouldBlock if none is here."""
+        batch = self._next()
+        if batch is None:
+            raise WouldBlock("no batch has arrived")
+        return batch
+
+    def _next(self) -> Batch | None:
+        if self._forked:
+            raise ForkError("consumer", self._made_in, os.getpid())
+        core = self._core
+        if core.inbox and not self._closed:
+            frames = core.take()
+            assert frames is not None
+            if core.outgoing:
+                self._pump()
+            return Batch(self._leases.lease(frames), self._leases)
+        if self._closed:
+            raise ClosedError("this consumer was closed")
+        if core.ended:
+            raise EndOfStream(core.reason or "the exporter said goodbye")
+        if self._lost is not None:
+            raise self._lost
+        return None
+
+    def statistics(self) -> ConsumerState:
+        """Return what this consumer has now."""
+        live = self._leases.live.values()
+        pinned = tuple(lease.frame.key for lease in live if lease.said)
+        return ConsumerState(
+            member=self.member,
+            device=self.device,
+            state="closed" if self._closed else self._core.state.value,
+            unread=len(self._core.inbox),
+            held=len(live),
+            viewed=len(pinned),
+            delivered=self._core.delivered,
+            released=self._core.released,
+            refused=self._core.refused,
+            waiting=len(self._waiters),
+            pinned=pinned,
+        )
+
+    # -- what the link says ------------------------------------------------------------------
+
+    def _on_packet(self, packet: memoryview | bytes, fds: list[OwnedFd]) -> None:
+        core = self._core
+        delivered = 0
+        for message in wire.decode_from_exporter(packet):
+            if isinstance(message, wire.Deliver):
+                core.deliver(message)
+                delivered += 1
+            elif isinstance(message, wire.Ready):
+                core.check_slot(message.slot)
+                self._region.open_ready(message.slot, message.handle)
+            elif isinstance(message, wire.Segment):
+                self._map(message, fds)
+            elif isinstance(message, wire.Unmap):
+                core.remove_segment(message.index)
+                self._region.unmap(message.index)
+            else:
+                core.goodbye(message)
+                self._tell()
+                self._wake_all()
+        if core.outgoing:
+            self._pump()
+        for _ in range(delivered):
+            self._wake()
+
+    def _map(self, message: wire.Segment, fds: list[OwnedFd]) -> None:
+        info = message.info
+        self._core.check_segment(info)
+        handle: OwnedFd | bytes = fds.pop(0) if fds else message.handle
+        try:
+            self._region.map(info, handle)
+        except BackendError as error:
+            if not self._attached:
+                self._lose(error)
+                return
+            # Others can map it, so only what lies in it is refused here, with the reason.
+            logger.warning("a new segment of the pool cannot be mapped: %s", error)
+            self._core.add_segment(info, failure=str(error))
+        else:
+            self._core.add_segment(info)
+        self._tell()
+
+    def _on_end(self, error: Exception | None) -> None:
+        """The socket is gone: after a goodbye that is the end, otherwise the exporter is lost."""
+        self._stop_watching()
+        if self._core.ended and error is None:
+            self._core.state = PeerState.CLOSED
+        elif isinstance(error, AsyncVMMError):
+            self._lose(error)
+        else:
+            self._lose(PeerLostError("the exporter hung up without a goodbye", peer="exporter"))
+
+    def _on_death(self) -> None:
+        if not self._link.closed:
+            self._link.read_pending()
+        if not self._core.ended:
+            self._lose(PeerLostError("the exporter's process died", peer="exporter"))
+        self._link.abort()
+
+    def _lose(self, error: AsyncVMMError) -> None:
+        if self._lost is None and not self._closed:
+            unread = self._core.lose()
+            if unread:
+                error.add_note(f"{unread} batches had been delivered and not received")
+        self._lost = self._lost or error
+        self._core.state = PeerState.CLOSED
+        self._tell()
+        self._wake_all()
+
+    # -- waking ------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Wake one receiver, if there is something to see."""
+        waiters = self._waiters
+        while waiters:
+            waiter = waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    def _wake_all(self) -> None:
+        while self._waiters:
+            self._wake()
+
+    def _tell(self) -> None:
+        told, self._told = self._told, []
+        for future in told:
+            if not future.done():
+                future.set_result(None)
+
+    async def _until(self, segments: int | None = None) -> None:
+        """Wait for the exporter's goodbye, its loss, or a number of mapped segments."""
+        while self._lost is None and not self._core.ended:
+            if segments is not None and self._core.segment_count >= segments:
+                return
+            if self._core.state is PeerState.CLOSED:
+                return
+            future = self._loop.create_future()
+            self._told.append(future)
+            await future
+
+    def _pump(self) -> None:
+        outgoing = self._core.outgoing
+        if outgoing:
+            post = self._link.post
+            for data in outgoing:
+                post(data)
+            outgoing.clear()
+
+    # -- the end -----------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Leave: what is unread is refused (under Compete it goes to another), the rest released.
+
+        Owners whose views are still alive are given back when the views are gone, even after
+        the event loop has ended.  Cancelled, it hangs up at once; nothing is lost by that.
+        """
+        if self._closed or self._forked:
+            return
+        self._closed = True
+        self._wake_all()
+        left = self._leases.finish()
+        self._core.leave([lease.frame for lease in left])
+        self._pump()
+        try:
+            if not self._link.closed:
+                async with asyncio.timeout(GOODBYE_SECONDS):
+                    await self._until()
+        except TimeoutError:
+            logger.warning("the exporter did not answer a goodbye within %s s", GOODBYE_SECONDS)
+        finally:
+            self._stop_watching()
+            left = self._leases.finish()
+            self._pump()
+            if left:
+                self._linger(len(left))
+            else:
+                try:
+                    await self._link.finish(GOODBYE_SECONDS)
+                finally:
+                    self._link.abort()
+                    self._region.close()
+
+    def _linger(self, left: int) -> None:
+        sock = None
+        if not self._link.closed:
+            sock = close_after_fork(self._link.detach())
+        self._leases.linger(Lingering(sock, self._region, left).settle)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+
+class _ForkMark:
+    """Makes a consumer unusable in a forked child."""
+
+    __slots__ = ("__weakref__", "_consumer")
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+
+    def close(self) -> None:
+        self._consumer._forked = True

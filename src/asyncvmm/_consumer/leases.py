@@ -1,0 +1,222 @@
+"""All leases of one consumer: making views, and settling once nobody needs the bytes.
+
+Settling happens on the loop's thread.  A view that dies in another thread, or inside the garbage
+collector, only puts its lease into a queue and wakes the loop.  After the loop is gone (views
+kept in a global, a consumer closed) what is left *lingers*: the socket stays open without a
+loop, and the thread that drops the last view says so on it directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from asyncvmm._backends.base import ConsumerRegion
+from asyncvmm._consumer.lease import Lease
+from asyncvmm._core.consumer import ConsumerCore
+from asyncvmm._core.layout import DTYPES, offsets
+from asyncvmm._core.ledger import PeerState
+from asyncvmm._core.wire import OwnerFrame
+from asyncvmm._errors import PeerLostError, ReleasedError
+from asyncvmm._tensors import DevicePort
+
+if TYPE_CHECKING:
+    from asyncvmm._tensors.plan import Tensor
+
+logger = logging.getLogger("asyncvmm.consumer")
+
+
+class Leases:
+    """The owners that this process has and has not given back."""
+
+    def __init__(
+        self,
+        core: ConsumerCore,
+        region: ConsumerRegion,
+        port: DevicePort,
+        pump: Callable[[], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.live: dict[int, Lease] = {}  # slot -> lease not yet settled
+        self._core = core
+        self._region = region
+        self._port = port
+        self._pump = pump
+        self._loop = loop
+        self._thread = threading.get_ident()
+        self._queue: deque[Lease] = deque()
+        self._due = False  # a sweep of the queue is scheduled
+        self._lingering: Callable[[Lease], None] | None = None
+        self._lanes: dict[tuple[int, ...], int] = {}
+
+    def lease(self, frames: Sequence[OwnerFrame]) -> list[Lease]:
+        """Begin leases of a batch that was just taken."""
+        found = []
+        for frame in frames:
+            lease = Lease(frame, self)
+            self.live[frame.slot] = lease
+            found.append(lease)
+        return found
+
+    # -- views (Tenant) ----------------------------------------------------------------------
+
+    def view(self, lease: Lease, index: int) -> Tensor:
+        """Return one feature as a tensor, ordered after the producer's work."""
+        holder = self._open(lease)
+        features = lease.frame.features
+        at = offsets(feature_sizes(lease.frame)[: index + 1])[index] if index else 0
+        return self._port.view(holder, at, features[index])
+
+    def clone(self, lease: Lease) -> dict[str, Tensor]:
+        """Copy the whole owner with one copy."""
+        holder = self._open(lease)
+        return self._port.clone(holder, lease.frame.nbytes, lease.frame.features)
+
+    def _open(self, lease: Lease) -> object:
+        region, frame = self._region, lease.frame
+        holder = lease.holder
+        if holder is None:
+            if lease.done:
+                raise ReleasedError(f"owner {frame.key!r} was given back")
+            holder = self._port.holder(
+                region.address + frame.start, frame.nbytes, region.keepalive()
+            )
+            lease.open(holder)
+        if self._port.kind != "host":
+            self._order(lease)
+        return holder
+
+    def _order(self, lease: Lease) -> None:
+        """Make the current stream wait for the owner's own ready event (inv. 8)."""
+        stream = self._port.current_stream()
+        if stream not in lease.waited:
+            if self._core.state is PeerState.CLOSED:
+                raise PeerLostError(
+                    f"the exporter is gone, so nobody knows whether owner {lease.frame.key!r} "
+                    f"was ever completely written; it was not read before",
+                    peer="exporter",
+                )
+            self._region.wait_ready(lease.frame.slot, stream)
+            lease.waited += (stream,)
+            self.record_stream(lease, stream)
+
+    def record_stream(self, lease: Lease, stream: object) -> None:
+        """Have the release wait for this stream too."""
+        number = self._port.stream_of(stream)
+        if number not in lease.streams:
+            lease.streams += (number,)
+
+    # -- the end of a lease ------------------------------------------------------------------
+
+    def say_done(self, lease: Lease, stream: object) -> None:
+        """Its user is done with it."""
+        if stream is not None:
+            self.record_stream(lease, stream)
+        if lease.say_done():
+            if threading.get_ident() == self._thread and self._lingering is None:
+                self._settle(lease)
+                self._pump()
+            else:
+                self.settle_later(lease)
+
+    def force(self, lease: Lease) -> None:
+        """Give it back whatever views are alive."""
+        lease.say_done()
+        if threading.get_ident() == self._thread and self._lingering is None:
+            self._settle(lease)
+            self._pump()
+        else:
+            lease.views = None
+            self.settle_later(lease)
+
+    def drop(self, lease: Lease) -> None:
+        """Its last reference is gone without a release; called from a finaliser."""
+        if not lease.opened:
+            lease.reason = "dropped unread"
+        if lease.say_done():
+            self.settle_later(lease)
+
+    def settle_later(self, lease: Lease) -> None:
+        """Settle it from the loop (Keeper); safe in any thread and inside a finaliser."""
+        lingering = self._lingering
+        if lingering is not None:
+            lingering(lease)
+            return
+        self._queue.append(lease)
+        if self._due:
+            return
+        self._due = True
+        try:
+            if threading.get_ident() == self._thread:
+                self._loop.call_soon(self._sweep)
+            else:
+                self._loop.call_soon_threadsafe(self._sweep)
+        except RuntimeError:
+            # The loop was closed under us: the process is ending, and its death will tell.
+            self._due = False
+
+    def _sweep(self) -> None:
+        self._due = False
+        while self._queue:
+            self._settle(self._queue.popleft())
+        self._pump()
+
+    def _settle(self, lease: Lease) -> None:
+        """Tell the exporter, exactly once (inv. 6)."""
+        if lease.done:
+            return
+        lease.done = True
+        frame = lease.frame
+        del self.live[frame.slot]
+        if lease.reason:
+            self._core.refuse(frame, lease.reason)
+        elif lease.streams and self._core.state is not PeerState.CLOSED:
+            handle = self._region.record_release(frame.slot, lease.streams)
+            self._core.release(frame, handle, self._lane(lease.streams))
+        else:
+            self._core.release(frame)
+
+    def _lane(self, streams: tuple[int, ...]) -> int:
+        """Return a small number for the stream that the release was recorded on.
+
+        0 is for releases without an event.  65,535 lanes are shared once they are used up: that
+        costs promptness (events of two streams are then asked in turn), never correctness.
+        """
+        lane = self._lanes.get(streams)
+        if lane is None:
+            lane = self._lanes[streams] = min(len(self._lanes) + 1, 65535)
+        return lane
+
+    # -- the end of the consumer -------------------------------------------------------------
+
+    def finish(self) -> list[Lease]:
+        """Settle everything that no view needs; return what views still hold."""
+        self._sweep()
+        for lease in list(self.live.values()):
+            if not lease.said and not lease.opened:
+                lease.reason = "the consumer left without reading it"
+            if lease.say_done():
+                self._settle(lease)
+        return list(self.live.values())
+
+    def linger(self, settle: Callable[[Lease], None]) -> None:
+        """From now on there is no loop: ``settle`` is called in the thread that drops a view."""
+        self._lingering = settle
+        for lease in list(self.live.values()):
+            if not lease.viewed:  # its last view died while the loop was being left
+                settle(lease)
+
+
+def feature_sizes(frame: OwnerFrame) -> list[int]:
+    """Return the bytes of each feature of an owner."""
+    sizes = []
+    for feature in frame.features:
+        size = DTYPES[feature.dtype]
+        for length in feature.shape:
+            size *= length
+        sizes.append(size)
+    return sizes

@@ -1,0 +1,63 @@
+"""Views that outlive their consumer, and maybe its event loop.
+
+The socket is kept without a loop.  When the last view of an owner dies, the thread in which that
+happens records the release event and sends the release itself, without blocking; with the last
+owner the socket is closed.  If that cannot be done, the end of the process will tell.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from asyncvmm._backends.base import ConsumerRegion
+from asyncvmm._consumer.lease import Lease
+from asyncvmm._core import wire
+from asyncvmm._errors import AsyncVMMError
+
+
+class Lingering:
+    """Settles what is left of a closed consumer."""
+
+    def __init__(self, sock: socket.socket | None, region: ConsumerRegion, left: int) -> None:
+        self._sock = sock
+        self._region = region
+        self._left = left
+        self._unsent: list[bytes] = []
+        # Re-entrant: a finaliser may run inside another one's critical section.
+        self._lock = threading.RLock()
+
+    def settle(self, lease: Lease) -> None:
+        """Release one owner; called from any thread, also from a finaliser."""
+        with self._lock:
+            if lease.done:
+                return
+            lease.done = True
+            self._left -= 1
+            if self._sock is not None:
+                self._say(lease)
+            if not self._left:
+                self._close()
+
+    def _say(self, lease: Lease) -> None:
+        frame = lease.frame
+        handle = b""
+        try:
+            if lease.streams:
+                handle = self._region.record_release(frame.slot, lease.streams)
+            release = wire.Release(frame.slot, frame.generation, handle)
+            self._unsent.append(wire.encode(release))
+            assert self._sock is not None
+            self._sock.send(wire.frame(self._unsent), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return  # goes with the next one, or the end of the process says it
+        except (OSError, AsyncVMMError):
+            self._close()
+            return
+        self._unsent.clear()
+
+    def _close(self) -> None:
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
+        self._region.close()

@@ -1,0 +1,235 @@
+"""Connecting to an exporter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import NoReturn
+
+from asyncvmm._consumer.consumer import Consumer
+from asyncvmm._core import wire
+from asyncvmm._core.consumer import ConsumerCore
+from asyncvmm._errors import (
+    AccessDeniedError,
+    ArgumentError,
+    AsyncVMMError,
+    HandshakeError,
+    LocalProtocolError,
+    PeerLostError,
+    RankError,
+    RemoteProtocolError,
+    VersionMismatchError,
+)
+from asyncvmm._fds import OwnedFd
+from asyncvmm._io.link import Link
+from asyncvmm._io.listener import connect as connect_socket
+from asyncvmm._io.liveness import DeathWatch, identify
+from asyncvmm._io.names import resolve
+from asyncvmm._tensors import DevicePort, open_port, preload
+from asyncvmm._types import is_int
+
+FDS_PER_PACKET = 1
+"""Each segment travels in a packet of its own (inv. 12)."""
+
+
+class connect:
+    """Attach to an exporter: ``async with connect("vision", rank=0) as consumer``.
+
+    ``name`` is the exporter's, as in ``open_exporter``.  ``device`` is where views are to be
+    used: "auto" follows the exporter's memory; "cpu" or "cuda:N" insist.  Under Broadcast give
+    the ``rank``; under Compete a ``member`` name may be given, and ``prefetch`` is how many
+    batches may be delivered ahead of the one in work.  ``wait=True`` waits until the exporter is
+    there.  ``writable=True`` asks for writable views; the exporter must have been opened so.
+
+    Entering raises ExporterNotFoundError, RankError, VersionMismatchError, AccessDeniedError or
+    another HandshakeError, DescriptorLimitError or BackendError, and keeps nothing.  There is no
+    timeout argument: wrap it in ``asyncio.timeout``; cancelling it is safe.
+
+    Leaving refuses what is unread and releases the rest; owners whose views are still alive go
+    back when the views do.
+    """
+
+    def __init__(
+        self,
+        name: str | os.PathLike[str],
+        *,
+        device: str = "auto",
+        rank: int | None = None,
+        member: str | None = None,
+        prefetch: int = 2,
+        wait: bool = False,
+        writable: bool = False,
+        secret: bytes | str = b"",
+        _port: DevicePort | None = None,
+    ) -> None:
+        self._address = resolve(name)
+        self._device = device
+        if rank is not None and not is_int(rank):
+            raise ArgumentError(f"rank={rank!r} is no rank; give an int of 0 or more")
+        if not is_int(prefetch) or prefetch < 1:
+            raise ArgumentError(
+                f"prefetch={prefetch!r} must be an int of 1 or more: how many batches may be "
+                f"delivered ahead of the one in work"
+            )
+        kind = "any" if device == "auto" else "host" if device == "cpu" else "cuda"
+        if _port is not None:
+            kind = _port.kind
+        self._hello = wire.Hello(
+            rank=rank,
+            name=member,
+            kind=kind,
+            writable=writable,
+            window=prefetch,
+            secret=secret.encode() if isinstance(secret, str) else secret,
+        )
+        self._wait = wait
+        self._port = _port
+        self._consumer: Consumer | None = None
+
+    async def __aenter__(self) -> Consumer:
+        if self._consumer is not None:
+            raise LocalProtocolError("connect() can be entered once; call it again")
+        greeting = wire.encode_greeting(self._hello)
+        if self._port is None:
+            # Before the handshake, so that an exporter never waits for our imports.
+            await asyncio.to_thread(preload, self._device)
+        sock = await connect_socket(self._address, wait=self._wait)
+        handshake = _Handshake(self._address.display)
+        handshake.link = link = Link(
+            sock,
+            loop=asyncio.get_running_loop(),
+            frame=wire.frame,
+            on_packet=handshake.on_packet,
+            on_end=handshake.on_end,
+            accept_fds=FDS_PER_PACKET,
+        )
+        try:
+            identity = identify(sock)
+            handshake.pidfd = identity.pidfd
+            link.start()
+            link.post(greeting)
+            link.flush()
+            welcome = await handshake.welcome()
+            consumer = await self._attach(handshake, welcome)
+        except BaseException:
+            handshake.give_up()
+            raise
+        self._consumer = consumer
+        return consumer
+
+    async def _attach(self, handshake: _Handshake, welcome: wire.Welcome) -> Consumer:
+        """Map the exporter's segments and say so."""
+        info = welcome.region
+        core = ConsumerCore(info, competes=not welcome.consumer_count)
+        port = self._port
+        if port is None:
+            port = await asyncio.to_thread(open_port, self._device, kind=info.kind)
+        region = await asyncio.to_thread(port.attach, info)
+        try:
+            member = self._hello.name if core.competes else self._hello.rank
+            consumer = Consumer(member, port, region, core, handshake.link)
+            handshake.hand_over(consumer)
+            await consumer._until(segments=welcome.segments)
+            if consumer._lost is not None:
+                raise consumer._lost
+            consumer._attached = True
+            handshake.link.post(wire.encode_greeting(wire.Attached()))
+            handshake.link.flush()
+        except BaseException:
+            region.close()
+            raise
+        return consumer
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._consumer is not None:
+            await self._consumer.aclose()
+
+
+class _Handshake:
+    """Reads the answer to a hello; what comes behind it waits until there is a consumer."""
+
+    def __init__(self, name: str) -> None:
+        self.link: Link
+        self.pidfd: OwnedFd | None = None
+        self._name = name
+        self._consumer: Consumer | None = None
+        self._answer: wire.Greeting | None = None
+        self._error: Exception | None = None
+        self._ended = False
+        self._later: list[tuple[bytes, list[OwnedFd]]] = []
+        self._told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_packet(self, packet: memoryview, fds: list[OwnedFd]) -> None:
+        """Take the greeting, keep or pass on the rest."""
+        if self._consumer is not None:
+            self._consumer._on_packet(packet, fds)
+        elif self._answer is not None:
+            self._later.append((bytes(packet), fds[:]))
+            fds.clear()
+        else:
+            try:
+                self._answer = wire.decode_greeting(packet)
+            except (VersionMismatchError, RemoteProtocolError) as error:
+                self._error = error
+            self._tell()
+
+    def on_end(self, error: Exception | None) -> None:
+        """Tell whoever waits that the link is gone."""
+        self._ended = True
+        self._error = self._error or error
+        if self._consumer is not None:
+            self._consumer._on_end(error)
+        self._tell()
+
+    def _tell(self) -> None:
+        if not self._told.done():
+            self._told.set_result(None)
+
+    async def welcome(self) -> wire.Welcome:
+        """Wait for the exporter's answer; a refusal raises the error that it names."""
+        await self._told
+        if isinstance(self._answer, wire.Welcome):
+            return self._answer
+        if isinstance(self._answer, wire.Rejected):
+            raise_rejection(self._answer)
+        if isinstance(self._error, AsyncVMMError):
+            raise self._error
+        raise PeerLostError(
+            f"the exporter {self._name!r} hung up during the handshake", peer="exporter"
+        )
+
+    def hand_over(self, consumer: Consumer) -> None:
+        """Give the link to the consumer, with what came meanwhile, in order."""
+        pidfd, self.pidfd = self.pidfd, None
+        if pidfd is not None:
+            loop = asyncio.get_running_loop()
+            consumer._watch = DeathWatch(loop, pidfd, consumer._on_death)
+        self._consumer = consumer
+        later, self._later = self._later, []
+        for packet, fds in later:
+            consumer._on_packet(packet, fds)
+        if self._ended:
+            consumer._on_end(self._error)
+
+    def give_up(self) -> None:
+        """Keep nothing."""
+        if self._consumer is not None:
+            self._consumer._stop_watching()
+        self.link.abort()
+        for _, fds in self._later:
+            for fd in fds:
+                fd.close()
+        if self.pidfd is not None:
+            self.pidfd.close()
+
+
+def raise_rejection(message: wire.Rejected) -> NoReturn:
+    """Raise the typed error that an exporter's refusal stands for."""
+    numbers = [None if n == -1 else n for n in message.numbers]
+    if message.reason == "rank" and len(numbers) == 2:
+        raise RankError(message.text, rank=numbers[0], consumer_count=numbers[1])
+    if message.reason == "access_denied":
+        raise AccessDeniedError(message.text, uid=numbers[0] or -1 if numbers else -1)
+    if message.reason == "version" and len(message.numbers) == 1:
+        raise VersionMismatchError(wire.VERSION, message.numbers[0])
+    raise HandshakeError(message.text, reason=message.reason)

@@ -1,0 +1,1 @@
+"""The exporter's shell: it joins the core, memory, sockets and torch."""

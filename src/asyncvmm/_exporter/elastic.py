@@ -1,0 +1,154 @@
+"""A pool that grows when somebody would otherwise wait, and shrinks when it is idle.
+
+Growing maps one more segment in a worker thread, sends it to every consumer, and only then lets
+the core use it, so a consumer always has a segment before an owner in it.  Shrinking goes the
+other way round: the core lets go of the range, consumers unmap, then the memory is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from asyncvmm._backends.base import ExporterRegion
+from asyncvmm._core import wire
+from asyncvmm._core.exporter import ExporterCore
+from asyncvmm._core.layout import aligned
+from asyncvmm._core.ledger import PeerState
+from asyncvmm._errors import BackendError
+from asyncvmm._exporter.connections import Connections
+from asyncvmm._types import SegmentInfo
+
+logger = logging.getLogger("asyncvmm.exporter")
+
+
+class Elastic:
+    """The segments of one exporter's pool.  ``room_made`` is called after each growth."""
+
+    def __init__(
+        self,
+        core: ExporterCore,
+        region: ExporterRegion,
+        connections: Connections,
+        *,
+        pool_bytes: int,
+        max_pool_bytes: int,
+        shrink_after: float,
+        room_made: Callable[[], None],
+    ) -> None:
+        self.grown = 0
+        self.shrunk = 0
+        self.pool_bytes = aligned(pool_bytes)
+        self.max_pool_bytes = aligned(max_pool_bytes)
+        self._core = core
+        self._region = region
+        self._connections = connections
+        self._shrink_after = shrink_after
+        self._room_made = room_made
+        self._busy: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle_since: dict[int, float] = {}
+        self._usable: dict[int, int] = {}
+        self._closed = False
+        self._failed = False
+        first = region.segments()[0]
+        self._add(first, min(first.nbytes, self.pool_bytes))
+
+    @property
+    def limit(self) -> int:
+        """The largest chunk the pool can ever hold, in bytes."""
+        first = self._region.segments()[0].nbytes
+        if self._usable[0] == first:
+            return self.max_pool_bytes
+        return max(self._usable[0], self.max_pool_bytes - first)
+
+    def want(self, nbytes: int) -> None:
+        """Somebody waits for ``nbytes``: begin to grow if the pool may."""
+        if (
+            self._busy is None
+            and not self._closed
+            and not self._failed
+            and self._core.slots.free
+            and self._core.bytes.capacity < self.max_pool_bytes
+        ):
+            self._busy = asyncio.get_running_loop().create_task(self._grow(nbytes))
+
+    async def _grow(self, nbytes: int) -> None:
+        left = self.max_pool_bytes - self._core.bytes.capacity
+        size = min(left, max(nbytes, self.pool_bytes))
+        try:
+            segment = await asyncio.to_thread(self._region.grow, size)
+            for conn in list(self._connections.open.values()):
+                # A consumer that is being welcomed gets every segment there.
+                if conn.peer is not None and conn.peer.state is PeerState.OPEN:
+                    await self._connections.send_segment(conn, segment)
+            self._add(segment, min(segment.nbytes, left))
+            self.grown += 1
+            logger.info("the pool grew by %d bytes to %d", size, self._core.bytes.capacity)
+        except BackendError as error:
+            # The waiter waits on for memory that comes back; told once, not at every wait.
+            self._failed = True
+            logger.warning("the pool cannot grow and stays at its size: %s", error)
+        finally:
+            self._busy = None
+        if not self._closed:
+            self._schedule()
+            self._room_made()
+
+    def _add(self, segment: SegmentInfo, usable: int) -> None:
+        self._usable[segment.index] = usable
+        self._core.add_segment(segment, usable)
+
+    # -- shrinking ---------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        if self._timer is None and len(self._region.segments()) > 1 and not self._closed:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(self._shrink_after / 4, 0.01), self._look)
+
+    def _look(self) -> None:
+        """Give back a segment that no owner has touched for long enough; one at a time."""
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for segment in self._region.segments():
+            index = segment.index
+            if index == 0 or not self._core.bytes.is_free(segment.start, self._usable[index]):
+                self._idle_since.pop(index, None)
+                continue
+            since = self._idle_since.setdefault(index, now)
+            if now - since >= self._shrink_after and self._busy is None:
+                self._busy = loop.create_task(self._shrink(segment))
+                return
+        self._schedule()
+
+    async def _shrink(self, segment: SegmentInfo) -> None:
+        index = segment.index
+        try:
+            if self._core.bytes.remove_range(segment.start, self._usable[index]):
+                self._connections.leaving.add(index)
+                for conn in self._connections.open.values():
+                    if index in conn.segments:
+                        conn.segments.discard(index)
+                        conn.link.post(wire.encode(wire.Unmap(index)))
+                del self._usable[index]
+                self._idle_since.pop(index, None)
+                await asyncio.to_thread(self._region.shrink, index)
+                self.shrunk += 1
+                self._failed = False
+        except BackendError as error:
+            logger.warning("a segment could not be given back: %s", error)
+        finally:
+            self._connections.leaving.discard(index)
+            self._busy = None
+        self._schedule()
+        self._room_made()
+
+    async def close(self) -> None:
+        """Stop growing and shrinking; a step under way is finished."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._busy is not None:
+            await asyncio.wait((self._busy,))

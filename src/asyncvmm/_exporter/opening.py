@@ -1,0 +1,228 @@
+"""Opening an exporter and closing it again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import warnings
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+
+from asyncvmm._core.exporter import ExporterCore
+from asyncvmm._errors import (
+    ArgumentError,
+    ClosedError,
+    LocalProtocolError,
+    OwnersOutstandingWarning,
+)
+from asyncvmm._exporter.access import Access
+from asyncvmm._exporter.connections import Connections
+from asyncvmm._exporter.elastic import Elastic
+from asyncvmm._exporter.exporter import Exporter
+from asyncvmm._io.listener import Listener
+from asyncvmm._io.names import resolve
+from asyncvmm._tensors import DevicePort, HandleType, open_port
+from asyncvmm._types import MAX_SLOTS, Broadcast, Compete, Route, is_int, parse_bytes
+
+logger = logging.getLogger("asyncvmm.exporter")
+
+
+class open_exporter:
+    """Open an exporter under a name: ``async with open_exporter("vision") as exporter``.
+
+    ``name`` is a bare name (a socket in a private folder of this user), a path with a slash, or
+    an abstract name that begins with "@".  ``device`` is where the pool lives: "cpu", "cuda:N" or
+    "auto" (a GPU if there is one).  ``pool_bytes`` are there from the start; up to
+    ``max_pool_bytes`` the pool grows instead of making a sender wait, and segments unused for
+    ``shrink_after`` seconds are given back.  ``slots`` bounds the owners that are out at once.
+
+    ``route`` is ``Broadcast(n)`` (default: one rank) or ``Compete()``.  ``writable=True`` lets
+    consumers that ask for the same write into the pool.  ``debug=True`` poisons freed chunks.
+    Processes of the same user may connect; ``allow_uids`` and ``allow_gids`` widen that, and
+    ``secret`` narrows it to those who know it.  ``handle_type`` is how GPU memory is shared:
+    "fabric", "posix", or "auto", which tries them in that order.
+
+    Leaving the block takes no new owners, waits up to ``close_timeout`` seconds for those that
+    are out (then warns with OwnersOutstandingWarning), and tells the consumers that the stream
+    has ended.  Leaving it with an exception hangs up at once.
+
+    Bad arguments raise ArgumentError here, at once.  Entering raises NameInUseError,
+    PoolMemoryError or another BackendError, and keeps nothing.
+    """
+
+    def __init__(
+        self,
+        name: str | os.PathLike[str],
+        *,
+        device: str = "auto",
+        pool_bytes: int | str = "256MiB",
+        max_pool_bytes: int | str | None = None,
+        slots: int = 256,
+        route: Route = Broadcast(1),  # noqa: B008 - frozen
+        shrink_after: float = 30.0,
+        writable: bool = False,
+        debug: bool = False,
+        allow_uids: Iterable[int] = (),
+        allow_gids: Iterable[int] = (),
+        secret: bytes | str = b"",
+        handle_type: HandleType = "auto",
+        close_timeout: float = 10.0,
+        _port: DevicePort | None = None,
+    ) -> None:
+        self._address = resolve(name)
+        self._device = device
+        self._pool_bytes = parse_bytes(pool_bytes, "pool_bytes")
+        self._max_pool_bytes = (
+            self._pool_bytes
+            if max_pool_bytes is None
+            else parse_bytes(max_pool_bytes, "max_pool_bytes")
+        )
+        if self._max_pool_bytes < self._pool_bytes:
+            raise ArgumentError(
+                f"max_pool_bytes={self._max_pool_bytes:,} is less than pool_bytes="
+                f"{self._pool_bytes:,}; leave it out for a pool of one size"
+            )
+        if not is_int(slots) or not 1 <= slots <= MAX_SLOTS:
+            raise ArgumentError(
+                f"slots={slots!r} must be an int from 1 to {MAX_SLOTS:,}: each is an event that "
+                f"every consumer opens, and a process may hold 4,096 of them"
+            )
+        if not isinstance(route, Broadcast | Compete):
+            raise ArgumentError(
+                f"route={route!r} is unknown; give asyncvmm.Broadcast(consumer_count) or "
+                f"asyncvmm.Compete()"
+            )
+        self._slots = slots
+        self._route = route
+        self._shrink_after = shrink_after
+        self._writable = writable
+        self._debug = debug
+        self._access = Access(allow_uids, allow_gids, secret)
+        self._handle_type: HandleType = handle_type
+        self._close_timeout = close_timeout
+        self._port = _port
+        self._exporter: Exporter | None = None
+        self._listener: Listener | None = None
+
+    async def __aenter__(self) -> Exporter:
+        if self._exporter is not None:
+            raise LocalProtocolError("open_exporter() can be entered once; call it again")
+        loop = asyncio.get_running_loop()
+        async with AsyncExitStack() as undo:
+            port = self._port
+            if port is None:
+                port = await asyncio.to_thread(open_port, self._device)
+            region = await asyncio.to_thread(
+                port.create,
+                self._pool_bytes,
+                self._max_pool_bytes,
+                self._slots,
+                writable=self._writable,
+                handle_type=self._handle_type,
+            )
+            undo.push_async_callback(asyncio.to_thread, region.close)
+            listener = await asyncio.to_thread(Listener.bind, self._address)
+            undo.callback(listener.close)
+            core = ExporterCore(slots=self._slots, route=self._route)
+            connections = Connections(
+                core,
+                region,
+                access=self._access,
+                pump=lambda: exporter._pump(),
+                debug=self._debug,
+                consumer_count=(
+                    self._route.consumer_count if isinstance(self._route, Broadcast) else 0
+                ),
+            )
+            exporter = Exporter(
+                self._address.display, port, region, core, connections, debug=self._debug
+            )
+            exporter._elastic = Elastic(
+                core,
+                region,
+                connections,
+                pool_bytes=self._pool_bytes,
+                max_pool_bytes=self._max_pool_bytes,
+                shrink_after=self._shrink_after,
+                room_made=exporter._room.wake,
+            )
+            listener.start(loop, connections.accept)
+            undo.pop_all()
+        self._listener, self._exporter = listener, exporter
+        logger.info(
+            "exporter %s: pool of %d bytes (%d physical) on %s, %d slots",
+            self._address.display,
+            self._pool_bytes,
+            sum(segment.nbytes for segment in region.segments()),
+            port.device,
+            self._slots,
+        )
+        return exporter
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        exporter, listener = self._exporter, self._listener
+        assert exporter is not None
+        assert listener is not None
+        if exporter._forked or exporter._closing:
+            return
+        try:
+            if error is None:
+                await self._drain(exporter)
+        finally:
+            listener.stop()
+            await self._close(exporter, graceful=error is None)
+
+    async def _drain(self, exporter: Exporter) -> None:
+        """Take no new owners; wait for what is out, up to the limit, then say what is left."""
+        exporter._closing = True
+        exporter._room.close()
+        exporter._core.say_goodbye()
+        exporter._pump()
+        try:
+            async with asyncio.timeout(self._close_timeout):
+                await exporter._until_idle()
+        except TimeoutError:
+            left = [owner for owner in exporter.statistics().owners if owner.state != "filling"]
+            exporter._core.give_up_waiting()
+            exporter._pump()
+            whom = sorted({str(m) for owner in left for m in owner.held_by + owner.waiting_for})
+            warnings.warn(
+                f"exporter {exporter.name!r} closed after {self._close_timeout} s with "
+                f"{len(left)} owners still out, held by or waiting for consumers "
+                f"{', '.join(whom)}; the oldest is {max(o.age for o in left):.1f} s old",
+                OwnersOutstandingWarning,
+                stacklevel=3,
+            )
+
+    async def _close(self, exporter: Exporter, *, graceful: bool) -> None:
+        """Undo everything, whatever happens to the caller meanwhile."""
+        exporter._closing = True
+        exporter._room.close()
+        work = asyncio.ensure_future(self._undo(exporter, graceful=graceful))
+        cancelled: asyncio.CancelledError | None = None
+        while not work.done():
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                graceful = False
+                exporter._connections.abort()
+        work.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _undo(self, exporter: Exporter, *, graceful: bool) -> None:
+        assert self._listener is not None
+        await asyncio.to_thread(self._listener.close)
+        await exporter._elastic.close()
+        if graceful:
+            await exporter._connections.finish()
+        exporter._connections.abort()
+        exporter._fail_acknowledgements(
+            ClosedError(f"the exporter {exporter.name!r} was closed before everybody let go")
+        )
+        if exporter._copier is not None:
+            await asyncio.to_thread(exporter._copier.shutdown)
+        exporter._draining.close()
+        await asyncio.to_thread(exporter._region.close)

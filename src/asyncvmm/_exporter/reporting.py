@@ -1,0 +1,105 @@
+"""Putting an exporter's numbers together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from asyncvmm._core.ledger import Peer, Record
+from asyncvmm._core.slots import SlotState
+from asyncvmm._exporter.statistics import (
+    ConsumerStatistics,
+    OwnerStatistics,
+    PoolStatistics,
+    SlotCounts,
+)
+
+if TYPE_CHECKING:
+    from asyncvmm._exporter.exporter import Exporter
+
+
+@dataclass(slots=True)
+class Counters:
+    """What only ever rises."""
+
+    published: int = 0
+    acknowledged: int = 0
+    refused: int = 0
+    lost: int = 0
+    copies: int = 0
+    copied_bytes: int = 0
+    high_water: int = 0
+    fallbacks: int = 0
+
+
+def report(exporter: Exporter) -> PoolStatistics:
+    """Return the exporter's numbers, all of one moment."""
+    core = exporter._core
+    counters = exporter._counters
+    room = exporter._room
+    elastic = exporter._elastic
+    segments = exporter._region.segments()
+    capacity, free = core.bytes.capacity, core.bytes.free_bytes
+    counts = core.slots.counts
+    now = monotonic()
+    records = sorted(core.records.values(), key=lambda r: r.stamp or now)
+    return PoolStatistics(
+        device=exporter._port.device,
+        pool_bytes=capacity,
+        physical_bytes=sum(segment.nbytes for segment in segments),
+        max_pool_bytes=elastic.max_pool_bytes,
+        used_bytes=capacity - free,
+        free_bytes=free,
+        largest_gap=core.bytes.largest_gap,
+        gaps=core.bytes.gaps,
+        high_water=max(counters.high_water, capacity - free),
+        segments=len(segments),
+        grown=elastic.grown,
+        shrunk=elastic.shrunk,
+        slots=SlotCounts(sum(counts), *counts),
+        waiting=len(room),
+        oldest_wait=room.oldest_wait,
+        waits=room.waits,
+        longest_wait=room.longest_wait,
+        total_wait=room.total_wait,
+        published=counters.published,
+        acknowledged=counters.acknowledged,
+        refused=counters.refused,
+        lost=counters.lost,
+        copied_bytes=counters.copied_bytes,
+        copies=counters.copies,
+        fallbacks=counters.fallbacks,
+        owners=tuple(_owner(exporter, record, now) for record in records),
+        consumers=tuple(_consumer(exporter, peer, now) for peer in core.peers.values()),
+    )
+
+
+def _owner(exporter: Exporter, record: Record, now: float) -> OwnerStatistics:
+    core = exporter._core
+    return OwnerStatistics(
+        key=record.key,
+        slot=record.slot,
+        generation=record.generation,
+        nbytes=record.nbytes,
+        state=SlotState(core.slots.states[record.slot]).name.lower(),
+        age=now - record.stamp if record.stamp else 0.0,
+        held_by=tuple(core.peers[holder].member for holder in sorted(record.holders)),
+        waiting_for=tuple(sorted(record.waiting, key=str)),
+    )
+
+
+def _consumer(exporter: Exporter, peer: Peer, now: float) -> ConsumerStatistics:
+    connection = exporter._connections.open.get(peer.id)
+    return ConsumerStatistics(
+        member=peer.member,
+        pid=connection.identity.pid if connection else 0,
+        state=peer.state.value,
+        quarantined=peer.absent,
+        holding=len(peer.holds),
+        untaken=len(peer.untaken),
+        oldest=max((now - r.stamp for r in peer.holds.values() if r.stamp), default=0.0),
+        released=peer.releases,
+        stale=peer.stale,
+        queued=connection.link.queued if connection else 0,
+    )

@@ -1,0 +1,158 @@
+"""Writing straight into the pool: an owner whose features the caller fills in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from asyncvmm._core.ledger import Record
+from asyncvmm._core.wire import MESSAGE_LIMIT
+from asyncvmm._errors import ArgumentError, LocalProtocolError, ReleasedError
+from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
+from asyncvmm._types import Group, Key
+
+if TYPE_CHECKING:
+    from asyncvmm._tensors.plan import Plan, Tensor
+
+
+class Lender(Protocol):
+    """What a reservation needs of its exporter."""
+
+    async def _acquire(self, nbytes: int) -> Record: ...
+
+    def _acquire_nowait(self, nbytes: int) -> Record: ...
+
+    def _writable(self, record: Record, nbytes: int) -> object: ...
+
+    def _view(self, holder: object, plan: Plan, index: int) -> Tensor: ...
+
+    def _publish(
+        self, record: Record, plan: Plan, terms: Terms, stream: int
+    ) -> Acknowledgement: ...
+
+    def _abandon(self, record: Record, stream: int) -> None: ...
+
+    def _stream(self, stream: object) -> int: ...
+
+
+class Terms:
+    """Under what name, for whom and with what note an owner is published."""
+
+    __slots__ = ("key", "metadata", "require", "to")
+
+    def __init__(
+        self,
+        key: Key | None,
+        metadata: bytes,
+        to: Group | Iterable[int] | int | None,
+        require: Require,
+    ) -> None:
+        self.key = key
+        self.metadata = metadata
+        self.to = to
+        self.require: Require = require
+
+
+def pack_metadata(metadata: object) -> bytes:
+    """Encode plain data; refuse what is not plain or too large for a message."""
+    if metadata is None:
+        return b""
+    try:
+        data = msgspec.msgpack.encode(metadata)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ArgumentError(f"metadata must be plain data: {error}") from None
+    if len(data) > MESSAGE_LIMIT // 2:
+        raise ArgumentError(
+            f"metadata takes {len(data):,} bytes, at most {MESSAGE_LIMIT // 2:,} are allowed; "
+            f"send large values as features"
+        )
+    return data
+
+
+class WritableOwner:
+    """An owner being filled: ``owner["name"]`` is a writable tensor in the pool.
+
+    ``publish()`` hands it over; leaving the ``async with`` without that gives the memory back,
+    once the device has stopped writing (inv. 3).  The tensors must not be written after either:
+    the bytes then belong to readers, or to another owner.
+    """
+
+    __slots__ = ("_exporter", "_holder", "_names", "_plan", "_record", "_terms")
+
+    def __init__(self, exporter: Lender, record: Record, plan: Plan, terms: Terms) -> None:
+        self._exporter = exporter
+        self._record: Record | None = record
+        self._plan = plan
+        self._terms = terms
+        self._names = {feature.name: i for i, feature in enumerate(plan.features)}
+        self._holder: object = exporter._writable(record, plan.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the chunk in bytes."""
+        return self._plan.nbytes
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the feature as a writable tensor; no payload byte is copied."""
+        if self._record is None:
+            raise ReleasedError("this owner was published or given back; its memory is not yours")
+        return self._exporter._view(self._holder, self._plan, self._names[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def publish(self, *, metadata: object = None, stream: object = None) -> Acknowledgement:
+        """Hand the owner over, after the work queued on ``stream`` (default: the current one).
+
+        Raises ReleasedError the second time; any other error leaves the loan as it was.
+        """
+        if self._record is None:
+            raise ReleasedError("this owner was published or given back already")
+        if metadata is not None:
+            self._terms.metadata = pack_metadata(metadata)
+        number = self._exporter._stream(stream)
+        ack = self._exporter._publish(self._record, self._plan, self._terms, number)
+        self._record = self._holder = None
+        return ack
+
+    def _give_back(self) -> None:
+        if self._record is not None:
+            record, self._record, self._holder = self._record, None, None
+            self._exporter._abandon(record, self._exporter._stream(None))
+
+
+class Reservation:
+    """The ``async with`` of :meth:`asyncvmm.Exporter.reserve`; usable once."""
+
+    __slots__ = ("_exporter", "_owner", "_plan", "_terms", "_wait")
+
+    def __init__(self, exporter: Lender, plan: Plan, terms: Terms, *, wait: bool) -> None:
+        self._exporter = exporter
+        self._plan = plan
+        self._terms = terms
+        self._wait = wait
+        self._owner: WritableOwner | None = None
+
+    async def __aenter__(self) -> WritableOwner:
+        if self._owner is not None:
+            raise LocalProtocolError("a reservation can be entered once; call reserve() again")
+        nbytes = self._plan.nbytes
+        if self._wait:
+            record = await self._exporter._acquire(nbytes)
+        else:
+            record = self._exporter._acquire_nowait(nbytes)
+        try:
+            self._owner = WritableOwner(self._exporter, record, self._plan, self._terms)
+        except BaseException:
+            self._exporter._abandon(record, self._exporter._stream(None))
+            raise
+        return self._owner
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._owner is not None:
+            self._owner._give_back()

@@ -1,0 +1,102 @@
+"""Waiting for room: first come, first served, and nothing of value in a future (inv. 9).
+
+A waiter's future carries a wake-up and nothing else.  Whoever is woken looks again and takes the
+room itself, synchronously; a waiter that is cancelled between the wake-up and its next step has
+nothing to lose and wakes the one behind it.  Only the head of the queue is ever woken, so a large
+request is not overtaken for ever by small ones: small ones wait behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+
+from asyncvmm._errors import ClosedError
+
+
+class _Waiter:
+    __slots__ = ("future", "nbytes", "since")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.since = monotonic()
+        self.future: asyncio.Future[None] | None = None
+
+
+class Room:
+    """The queue of those who wait for a slot and a chunk.
+
+    ``fits`` says whether a chunk of some bytes could be taken now; ``wanted`` is called whenever
+    the head of the queue has to wait, so that an elastic pool can grow.
+    """
+
+    def __init__(self, fits: Callable[[int], bool], wanted: Callable[[int], None]) -> None:
+        self._fits = fits
+        self._wanted = wanted
+        self._queue: deque[_Waiter] = deque()
+        self._closed = False
+        self.waits = 0
+        self.longest_wait = 0.0
+        self.total_wait = 0.0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def oldest_wait(self) -> float:
+        """Seconds that the head of the queue has waited; 0.0 if nobody waits."""
+        return monotonic() - self._queue[0].since if self._queue else 0.0
+
+    async def turn(self, nbytes: int) -> None:
+        """Wait until it is the caller's turn and ``nbytes`` fit; take them before any await.
+
+        Raises ClosedError if the exporter closes meanwhile.  Cancellation loses nothing.
+        """
+        waiter = _Waiter(nbytes)
+        queue = self._queue
+        queue.append(waiter)
+        waited = False
+        try:
+            while not self._closed and (queue[0] is not waiter or not self._fits(nbytes)):
+                waited = True
+                if queue[0] is waiter:
+                    self._wanted(nbytes)
+                waiter.future = asyncio.get_running_loop().create_future()
+                await waiter.future
+        except BaseException:
+            self._forget(waiter, waited)
+            raise
+        self._forget(waiter, waited)
+        if self._closed:
+            raise ClosedError("the exporter was closed while a send waited for room")
+
+    def _forget(self, waiter: _Waiter, waited: bool) -> None:
+        self._queue.remove(waiter)
+        if waited:
+            self.waits += 1
+            seconds = monotonic() - waiter.since
+            self.total_wait += seconds
+            self.longest_wait = max(self.longest_wait, seconds)
+        # The next in the queue may have its turn now, whether this one took the room or not;
+        # it looks for itself, after the caller's synchronous part.
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the head of the queue if it fits now; call it whenever room may have appeared."""
+        if self._queue:
+            head = self._queue[0]
+            future = head.future
+            if future is not None and not future.done():
+                if self._fits(head.nbytes):
+                    future.set_result(None)
+                else:
+                    self._wanted(head.nbytes)
+
+    def close(self) -> None:
+        """Send everybody away with ClosedError."""
+        self._closed = True
+        for waiter in self._queue:
+            if waiter.future is not None and not waiter.future.done():
+                waiter.future.set_result(None)

@@ -1,0 +1,116 @@
+"""Torch lives here and nowhere else: reading features in, and views of memory out.
+
+A :class:`DevicePort` joins one kind of memory (a backend) with the way torch sees it.  The shells
+hold a port and never ask which kind it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from asyncvmm._backends.base import ConsumerRegion, ExporterRegion
+from asyncvmm._core.wire import Feature
+from asyncvmm._errors import ArgumentError, BackendError
+from asyncvmm._types import RegionInfo, TensorSpec
+
+if TYPE_CHECKING:
+    # Importing this package must not import torch: that is for open_port() to do, off the loop.
+    from asyncvmm._tensors.plan import Plan, Tensor
+
+__all__ = ["DevicePort", "HandleType", "open_port", "preload"]
+
+HandleType = Literal["auto", "fabric", "posix"]
+
+
+class DevicePort(Protocol):
+    """One kind of memory on one device, as both shells use it."""
+
+    kind: Literal["host", "cuda"]
+    device: str
+
+    def plan_tensors(self, features: Mapping[str, Tensor]) -> Plan:
+        """Describe and lay out tensors to be copied in; refuse what cannot be shared."""
+
+    def plan_specs(self, specs: Mapping[str, TensorSpec]) -> Plan:
+        """Describe and lay out features that the caller will write in place."""
+
+    def create(
+        self,
+        pool_bytes: int,
+        max_pool_bytes: int,
+        slots: int,
+        *,
+        writable: bool,
+        handle_type: HandleType,
+    ) -> ExporterRegion:
+        """Make an exporter's pool.  Slow."""
+
+    def attach(self, info: RegionInfo) -> ConsumerRegion:
+        """Prepare a consumer's side of a pool; segments are mapped later."""
+
+    def current_stream(self) -> int:
+        """Return the stream that the caller's work goes to now; 0 for host memory."""
+
+    def stream_of(self, stream: object) -> int:
+        """Return the number of a stream given as a torch stream, a number, or None (current)."""
+
+    def copies_slowly(self, plan: Plan) -> bool:
+        """Say whether copying the plan in would keep the loop too long."""
+
+    def copy_in(self, address: int, plan: Plan, stream: int) -> None:
+        """Copy (or queue on ``stream`` the copy of) every feature to its place."""
+
+    def holder(self, address: int, nbytes: int, keepalive: object) -> object:
+        """Return an object that is alive while any view of these bytes is."""
+
+    def view(self, holder: object, offset: int, feature: Feature) -> Tensor:
+        """Return the feature as a tensor without copying; it keeps ``holder`` alive."""
+
+    def clone(self, holder: object, nbytes: int, features: Sequence[Feature]) -> dict[str, Tensor]:
+        """Copy the whole owner in one copy; the features are views of the copy."""
+
+
+def preload(device: str) -> None:
+    """Import what a device will need.  Slow: importing torch takes seconds."""
+    _check_device(device)
+    import torch
+
+    from asyncvmm._tensors import plan as plan
+
+    if device != "cpu" and torch.cuda.is_available():
+        from asyncvmm._tensors import cuda as cuda
+
+
+def _check_device(device: str) -> None:
+    if device != "auto" and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ArgumentError(f"device={device!r} is unknown; give 'cpu', 'cuda:N' or 'auto'")
+
+
+def open_port(device: str, *, kind: str = "any") -> DevicePort:
+    """Load torch and the backend for a device.  Slow: importing torch takes seconds.
+
+    ``device`` is "cpu", "cuda:N", "cuda" (the current one) or "auto".  ``kind`` is what the other
+    end has ("host", "cuda", or "any"); "auto" follows it, else takes a GPU if there is one.
+    """
+    _check_device(device)
+    import torch
+
+    if device == "auto":
+        available = kind == "cuda" or (kind == "any" and torch.cuda.is_available())
+        device = "cuda" if available else "cpu"
+    if device == "cpu":
+        from asyncvmm._tensors.host import HostPort
+
+        return HostPort()
+    if not torch.cuda.is_available():
+        raise BackendError(
+            f"device={device!r} was asked for, but torch {torch.__version__} sees no CUDA device "
+            f"here; use device='cpu', or run `asyncvmm doctor` to see what is missing",
+            call="torch.cuda.is_available",
+            code="no_device",
+        )
+    from asyncvmm._tensors.cuda import CudaPort
+
+    return CudaPort(device)

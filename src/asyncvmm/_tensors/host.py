@@ -1,0 +1,139 @@
+"""Tensors over host memory.
+
+A view is made with ``torch.frombuffer`` over a ctypes array that lies on the pool's bytes.  The
+array (the *holder*) is what tells when the last view is gone: torch keeps it as long as any
+tensor, slice, numpy array or DLPack import of it lives.  It claims to be writable, so torch does
+not warn; whether a write reaches memory is up to the mapping, and consumers map read-only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from asyncvmm._backends.base import ConsumerRegion, ExporterRegion
+from asyncvmm._backends.memfd import HostConsumerRegion, HostExporterRegion
+from asyncvmm._core.layout import DTYPES, offsets
+from asyncvmm._core.wire import Feature
+from asyncvmm._errors import ArgumentError
+from asyncvmm._tensors.plan import TORCH_DTYPES, Plan, Tensor, plan_specs, plan_tensors
+from asyncvmm._types import RegionInfo
+
+OFFLOAD_BYTES = 1 << 20
+"""Copies of at least this many bytes leave the event loop: at 10 GB/s (measured, warm pages) it
+keeps the loop 0.1 ms, about what handing the copy to a thread costs."""
+
+_UNCOPIABLE = frozenset(
+    dtype for name, dtype in TORCH_DTYPES.items() if name.lstrip("u").startswith("int")
+    and name.lstrip("u")[3:] in "1234567"
+)  # fmt: skip
+"""Sub-byte integers have no copy kernel in torch; their bytes are copied as uint8."""
+
+
+class HostPort:
+    """Host memory and CPU tensors (a ``DevicePort``)."""
+
+    kind: Literal["host", "cuda"] = "host"
+    device = "cpu"
+
+    plan_tensors = staticmethod(plan_tensors)
+    plan_specs = staticmethod(plan_specs)
+
+    def create(
+        self,
+        pool_bytes: int,
+        max_pool_bytes: int,
+        slots: int,
+        *,
+        writable: bool,
+        handle_type: str,
+    ) -> ExporterRegion:
+        """Make a memfd pool.  Slow: every page is made present."""
+        if handle_type != "auto":
+            raise ArgumentError(
+                f"handle_type={handle_type!r} is for GPU pools; host pools travel as memfds"
+            )
+        return HostExporterRegion.create(pool_bytes, max_pool_bytes, slots, writable=writable)
+
+    def attach(self, info: RegionInfo) -> ConsumerRegion:
+        """Prepare a consumer's side of a pool."""
+        return HostConsumerRegion(info)
+
+    def current_stream(self) -> int:
+        """Return 0: host memory has no stream."""
+        return 0
+
+    def stream_of(self, stream: object) -> int:
+        """Return 0: host memory has no stream."""
+        return 0
+
+    def copies_slowly(self, plan: Plan) -> bool:
+        """Say whether the copy should leave the loop."""
+        return plan.nbytes >= OFFLOAD_BYTES or not all(t.is_cpu for t in plan.tensors)
+
+    def copy_in(self, address: int, plan: Plan, stream: int) -> None:
+        """Copy every feature to its place; done when it returns."""
+        for offset, size, feature, source in zip(
+            plan.offsets, plan.sizes, plan.features, plan.tensors, strict=True
+        ):
+            if not size:
+                continue
+            if (
+                size < OFFLOAD_BYTES
+                and source.is_cpu
+                and source.is_contiguous()
+                and not source.is_conj()
+                and not source.is_neg()
+            ):
+                ctypes.memmove(address + offset, source.data_ptr(), size)
+                continue
+            # torch's own copy: strided sources, other devices, and several threads when large.
+            source = source.detach()
+            target = self.view(self.holder(address + offset, size, None), 0, feature)
+            if source.dtype in _UNCOPIABLE:
+                source, target = source.view(torch.uint8), target.view(torch.uint8)
+            target.copy_(source)
+
+    def holder(self, address: int, nbytes: int, keepalive: object) -> object:
+        """Return a ctypes array over the bytes; it keeps ``keepalive`` alive."""
+        array = (ctypes.c_ubyte * nbytes).from_address(address)
+        array.keepalive = keepalive  # type: ignore[attr-defined]  # ctypes arrays take attributes
+        return array
+
+    def view(self, holder: object, offset: int, feature: Feature) -> Tensor:
+        """Return one feature as a tensor over the holder's bytes."""
+        dtype = TORCH_DTYPES[feature.dtype]
+        shape = feature.shape
+        count = 1
+        for length in shape:
+            count *= length
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        flat = torch.frombuffer(holder, dtype=dtype, count=count, offset=offset)
+        return flat if len(shape) == 1 else flat.view(shape)
+
+    def clone(self, holder: object, nbytes: int, features: Sequence[Feature]) -> dict[str, Tensor]:
+        """Copy the whole owner in one copy into memory of this process alone."""
+        local = torch.frombuffer(holder, dtype=torch.uint8, count=nbytes).clone()
+        return split(local, features)
+
+
+def split(local: Tensor, features: Sequence[Feature]) -> dict[str, Tensor]:
+    """Return the features of an owner as views of one uint8 tensor that holds its bytes."""
+    sizes = []
+    for feature in features:
+        size = DTYPES[feature.dtype]
+        for length in feature.shape:
+            size *= length
+        sizes.append(size)
+    found = {}
+    for offset, size, feature in zip(offsets(sizes), sizes, features, strict=True):
+        dtype = TORCH_DTYPES[feature.dtype]
+        if size:
+            found[feature.name] = local[offset : offset + size].view(dtype).view(feature.shape)
+        else:
+            found[feature.name] = torch.empty(feature.shape, dtype=dtype, device=local.device)
+    return found
