@@ -4,10 +4,10 @@ Importing this package imports neither torch nor CUDA and starts nothing.
 """
 
 from asyncvmm._consumer.consumer import Consumer as Consumer
-from asyncvmm._consumer.consumer import ConsumerState as ConsumerState
 from asyncvmm._consumer.opening import connect as connect
 from asyncvmm._consumer.owner import Batch as Batch
 from asyncvmm._consumer.owner import Owner as Owner
+from asyncvmm._consumer.statistics import ConsumerState as ConsumerState
 from asyncvmm._errors import AccessDeniedError as AccessDeniedError
 from asyncvmm._errors import ArgumentError as ArgumentError
 from asyncvmm._errors import AsyncVMMError as AsyncVMMError

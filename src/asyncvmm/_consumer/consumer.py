@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 from collections import deque
-from dataclasses import dataclass
 
 from anyio.abc import ObjectReceiveStream
 
@@ -14,6 +13,7 @@ from asyncvmm._backends.base import ConsumerRegion
 from asyncvmm._consumer.leases import Leases
 from asyncvmm._consumer.lingering import Lingering
 from asyncvmm._consumer.owner import Batch
+from asyncvmm._consumer.statistics import ConsumerState
 from asyncvmm._core import wire
 from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._core.ledger import PeerState
@@ -37,29 +37,6 @@ logger = logging.getLogger("asyncvmm.consumer")
 GOODBYE_SECONDS = 2.0
 """How long a leaving consumer waits for the exporter's goodbye, and then for it to hang up.  Both
 come within a loop turn from an exporter that runs; a stopped one must not keep us."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConsumerState:
-    """What one consumer has, at one moment."""
-
-    member: Key | None
-    device: str
-    state: str
-    """open, closing or closed."""
-    unread: int
-    """Batches that were delivered and not yet received by the program."""
-    held: int
-    """Owners received and not yet given back."""
-    viewed: int
-    """Of those: released, but a view of them is still alive."""
-    delivered: int
-    released: int
-    refused: int
-    waiting: int
-    """Calls of ``receive`` that wait."""
-    pinned: tuple[Key, ...]
-    """Keys of the owners that are released and still viewed."""
 
 
 class Consumer(ObjectReceiveStream[Batch]):
@@ -92,7 +69,7 @@ class Consumer(ObjectReceiveStream[Batch]):
         self._closed = False
         self._forked = False
         self._made_in = os.getpid()
-        close_after_fork(_ForkMark(self))
+        close_after_fork(self)
 
     # -- receiving ---------------------------------------------------------------------------
 
@@ -273,6 +250,10 @@ class Consumer(ObjectReceiveStream[Batch]):
                 post(data)
             outgoing.clear()
 
+    def close(self) -> None:
+        """Mark a forked child's copy as unusable; not for users: leave the ``async with``."""
+        self._forked = True
+
     # -- the end -----------------------------------------------------------------------------
 
     async def aclose(self) -> None:
@@ -317,15 +298,3 @@ class Consumer(ObjectReceiveStream[Batch]):
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-
-
-class _ForkMark:
-    """Makes a consumer unusable in a forked child."""
-
-    __slots__ = ("__weakref__", "_consumer")
-
-    def __init__(self, consumer: Consumer) -> None:
-        self._consumer = consumer
-
-    def close(self) -> None:
-        self._consumer._forked = True

@@ -9,29 +9,20 @@ pidfd says so, or end-of-file where the kernel has no pidfds), else *vanished*.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-import os
 import socket
 from collections.abc import Awaitable, Callable
 
 from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core import wire
 from asyncvmm._core.exporter import ExporterCore
-from asyncvmm._core.ledger import Peer, PeerState
-from asyncvmm._errors import (
-    AccessDeniedError,
-    AsyncVMMError,
-    HandshakeError,
-    RankError,
-    RemoteProtocolError,
-    VersionMismatchError,
-)
+from asyncvmm._core.ledger import PeerState
+from asyncvmm._errors import AsyncVMMError, RemoteProtocolError
 from asyncvmm._exporter.access import Access
-from asyncvmm._fds import OwnedFd
+from asyncvmm._exporter.connection import Connection
+from asyncvmm._exporter.handshake import Handshake
 from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch, PeerIdentity
-from asyncvmm._types import SegmentInfo
 
 logger = logging.getLogger("asyncvmm.exporter")
 
@@ -41,24 +32,6 @@ how many idle sockets a stranger can keep here."""
 
 HANG_UP_SECONDS = 1.0
 """How long a peer may take to hang up after the last word was sent to it."""
-
-
-class Connection:
-    """One consumer's socket."""
-
-    __slots__ = ("attaching", "deadline", "identity", "link", "peer", "segments", "watch")
-
-    def __init__(self, identity: PeerIdentity) -> None:
-        self.identity = identity
-        self.link: Link
-        self.peer: Peer | None = None
-        self.watch: DeathWatch | None = None
-        self.deadline: asyncio.TimerHandle | None = None
-        self.attaching = False
-        self.segments: set[int] = set()  # those it was sent
-
-    def __repr__(self) -> str:
-        return f"Connection(pid={self.identity.pid}, {self.peer!r})"
 
 
 class Connections:
@@ -74,19 +47,25 @@ class Connections:
         debug: bool,
         consumer_count: int,
     ) -> None:
-        self.identity = os.urandom(16)
         self.open: dict[int, Connection] = {}  # by peer id; the process may be all that is left
         self._core = core
         self._region = region
-        self._access = access
         self._pump = pump
-        self._debug = debug
-        self._consumer_count = consumer_count
         self._loop = asyncio.get_running_loop()
         self._greeting: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed: list[asyncio.Future[None]] = []
-        self.leaving: set[int] = set()  # segments that are being given back
+        self.handshake = Handshake(
+            core,
+            region,
+            access,
+            consumer_count=consumer_count,
+            debug=debug,
+            spawn=self._spawn,
+            admitted=self._admit,
+            opened=self._on_open,
+            rejected=self._on_reject,
+        )
 
     # -- coming in ---------------------------------------------------------------------------
 
@@ -102,25 +81,15 @@ class Connections:
         )
         self._greeting.add(conn)
         conn.link.start()
-        if not self._access.allows(identity.uid, identity.gid):
-            self._reject(
-                conn,
-                AccessDeniedError(
-                    f"user {identity.uid} may not connect: this exporter belongs to user "
-                    f"{os.getuid()}; open it with allow_uids or allow_gids to share it",
-                    uid=identity.uid,
-                ),
-                [identity.uid],
-            )
-            return
-        conn.deadline = self._loop.call_later(GREETING_SECONDS, self._drop, conn)
+        if self.handshake.check_user(conn):
+            conn.deadline = self._loop.call_later(GREETING_SECONDS, self._drop, conn)
 
     def _on_packet(self, conn: Connection, packet: memoryview) -> None:
         if conn.peer is None:
-            self._greet(conn, packet)
+            self.handshake.greet(conn, packet)
             return
         if conn.peer.state is PeerState.CONNECTING:
-            self._attach(conn, packet)
+            self.handshake.attach(conn, packet)
             return
         self._core.receive(conn.peer.id, self._decoded(conn, packet))
         self._pump()
@@ -139,105 +108,21 @@ class Connections:
                 self._region.open_release(conn.peer.id, message.slot, message.handle)
         return messages
 
-    def _greet(self, conn: Connection, packet: memoryview) -> None:
-        try:
-            hello = wire.decode_greeting(packet)
-            if not isinstance(hello, wire.Hello):
-                raise RemoteProtocolError(f"a consumer began with a {type(hello).__name__}")
-            self._check(hello)
-            conn.peer = self._core.admit(hello.rank, hello.name, hello.window)
-        except VersionMismatchError as error:
-            self._reject(conn, error, [error.ours])
-        except RankError as error:
-            numbers = [-1 if n is None else n for n in (error.rank, error.consumer_count)]
-            self._reject(conn, error, numbers)
-        except HandshakeError as error:
-            self._reject(conn, error)
-        else:
-            self._stop_deadline(conn)
-            self._greeting.discard(conn)
-            self.open[conn.peer.id] = conn
-            self._spawn(self._welcome(conn, conn.peer))
-
-    def _check(self, hello: wire.Hello) -> None:
-        info = self._region.info
-        if hello.kind not in ("any", info.kind):
-            raise HandshakeError(
-                f"the consumer asked for {hello.kind} memory, but this exporter's pool is "
-                f"{info.kind} memory; connect with device='auto' or one of that kind",
-                reason="kind",
-            )
-        if hello.writable != info.writable:
-            raise HandshakeError(
-                f"writable views need both ends to agree: the exporter has "
-                f"writable={info.writable}, the consumer writable={hello.writable}",
-                reason="writable",
-            )
-        if not hmac.compare_digest(hello.secret, self._access.secret):
-            raise AccessDeniedError("the consumer's secret is not the exporter's")
-
-    async def _welcome(self, conn: Connection, peer: Peer) -> None:
-        """Send the pool, segment by segment; nothing is delivered before they are mapped."""
-        segments = self._missing(conn)
-        welcome = wire.Welcome(
-            self.identity,
-            peer.id,
-            self._consumer_count,
-            self._region.info,
-            len(segments),
-            self._debug,
-        )
-        conn.link.post(wire.encode_greeting(welcome))
-        conn.link.flush()
-        for segment in segments:
-            await self.send_segment(conn, segment)
-
-    def _attach(self, conn: Connection, packet: memoryview) -> None:
-        message = wire.decode_greeting(packet)
-        if not isinstance(message, wire.Attached) or conn.attaching or not conn.segments:
-            raise RemoteProtocolError(
-                f"a consumer sent a {type(message).__name__} where only one Attached may come"
-            )
-        conn.attaching = True
+    def _admit(self, conn: Connection) -> None:
+        """It has a seat; from now on the end of its process must be seen."""
+        conn.stop_deadline()
+        self._greeting.discard(conn)
         assert conn.peer is not None
-        self._spawn(self._open(conn, conn.peer))
-
-    async def _open(self, conn: Connection, peer: Peer) -> None:
-        """Begin deliveries, with what waited for this member."""
-        while missing := self._missing(conn):  # the pool grew during the handshake
-            await self.send_segment(conn, missing[0])
-        if peer.state is not PeerState.CONNECTING or conn.link.closed:
-            return
+        self.open[conn.peer.id] = conn
         if conn.identity.pidfd is not None:
             conn.watch = DeathWatch(self._loop, conn.identity.pidfd, lambda: self._on_death(conn))
-        self._core.open(peer)
+
+    def _on_open(self, conn: Connection) -> None:
         self._pump()
         self.changed()
 
-    def _missing(self, conn: Connection) -> list[SegmentInfo]:
-        return [
-            segment
-            for segment in self._region.segments()
-            if segment.index not in conn.segments and segment.index not in self.leaving
-        ]
-
-    async def send_segment(self, conn: Connection, segment: SegmentInfo) -> None:
-        """Export one segment to one consumer.  Exporting may take a millisecond: off the loop."""
-        handle = await asyncio.to_thread(self._region.export, segment.index)
-        fds = [handle] if isinstance(handle, OwnedFd) else []
-        conn.segments.add(segment.index)
-        if segment.index in self.leaving or conn.link.closed:
-            for fd in fds:
-                fd.close()
-            return
-        data = b"" if isinstance(handle, OwnedFd) else handle
-        conn.link.post(wire.encode(wire.Segment(segment, data)), fds)
-
-    def _reject(self, conn: Connection, error: HandshakeError, numbers: list[int] = []) -> None:  # noqa: B006 - never changed
-        self._stop_deadline(conn)
-        logger.info("refused a consumer (pid %s): %s", conn.identity.pid, error)
-        rejected = wire.Rejected(error.reason, str(error)[:1024], numbers)
-        conn.link.post(wire.encode_greeting(rejected))
+    def _on_reject(self, conn: Connection) -> None:
+        conn.stop_deadline()
         self._spawn(self._hang_up(conn))
 
     async def _hang_up(self, conn: Connection) -> None:
@@ -250,7 +135,7 @@ class Connections:
         """The socket is gone; the process may live."""
         if error is not None:
             logger.warning("dropped the link to %r: %s", conn, error)
-        self._stop_deadline(conn)
+        conn.stop_deadline()
         self._greeting.discard(conn)
         peer = conn.peer
         if peer is None:
@@ -298,20 +183,11 @@ class Connections:
         conn.link.abort()
         self._forget(conn)
 
-    def _stop_deadline(self, conn: Connection) -> None:
-        if conn.deadline is not None:
-            conn.deadline.cancel()
-            conn.deadline = None
-
     def _forget(self, conn: Connection) -> None:
-        self._stop_deadline(conn)
         self._greeting.discard(conn)
         if conn.peer is not None:
             self.open.pop(conn.peer.id, None)
-        if conn.watch is not None:
-            conn.watch.close()
-        if conn.identity.pidfd is not None:
-            conn.identity.pidfd.close()
+        conn.close()
 
     def _spawn(self, work: Awaitable[None]) -> None:
         async def guarded() -> None:

@@ -82,7 +82,7 @@ class Elastic:
             for conn in list(self._connections.open.values()):
                 # A consumer that is being welcomed gets every segment there.
                 if conn.peer is not None and conn.peer.state is PeerState.OPEN:
-                    await self._connections.send_segment(conn, segment)
+                    await self._connections.handshake.send_segment(conn, segment)
             self._add(segment, min(segment.nbytes, left))
             self.grown += 1
             logger.info("the pool grew by %d bytes to %d", size, self._core.bytes.capacity)
@@ -127,7 +127,7 @@ class Elastic:
         index = segment.index
         try:
             if self._core.bytes.remove_range(segment.start, self._usable[index]):
-                self._connections.leaving.add(index)
+                self._connections.handshake.leaving.add(index)
                 for conn in self._connections.open.values():
                     if index in conn.segments:
                         conn.segments.discard(index)
@@ -140,7 +140,7 @@ class Elastic:
         except BackendError as error:
             logger.warning("a segment could not be given back: %s", error)
         finally:
-            self._connections.leaving.discard(index)
+            self._connections.handshake.leaving.discard(index)
             self._busy = None
         self._schedule()
         self._room_made()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from asyncvmm._errors import (
 )
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
 from asyncvmm._exporter.connections import Connections
+from asyncvmm._exporter.copier import Copier
 from asyncvmm._exporter.draining import Draining
 from asyncvmm._exporter.elastic import Elastic
 from asyncvmm._exporter.reporting import Counters, report
@@ -64,7 +64,7 @@ class Exporter:
         self._elastic: Elastic
         self._room = Room(core.fits, lambda nbytes: self._elastic.want(nbytes))
         self._draining = Draining(region, self._freed, core.fence_failed)
-        self._copier: ThreadPoolExecutor | None = None
+        self._copier = Copier(port, self._draining)
         self._next_key = 0
         self._made_in = os.getpid()
         self._forked = False
@@ -221,7 +221,8 @@ class Exporter:
         stream = self._port.current_stream()
         try:
             if self._copies_slowly(plan):
-                await self._copy_elsewhere(record, plan, stream)
+                await self._copier.copy(record.slot, self._address + record.start, plan, stream)
+                self._guard()
             else:
                 self._copy_in(self._address + record.start, plan, stream)
             ack = self._publish(record, plan, terms, stream)
@@ -231,21 +232,6 @@ class Exporter:
         self._counters.copies += 1
         self._counters.copied_bytes += plan.nbytes
         return ack
-
-    async def _copy_elsewhere(self, record: Record, plan: Plan, stream: int) -> None:
-        """Copy in a worker thread, so that the loop goes on (inv. 10)."""
-        if self._copier is None:
-            self._copier = ThreadPoolExecutor(2, "asyncvmm-copy")
-        copy = asyncio.get_running_loop().run_in_executor(
-            self._copier, self._copy_in, self._address + record.start, plan, stream
-        )
-        self._draining.copying[record.slot] = copy
-        try:
-            await asyncio.shield(copy)
-        finally:
-            if copy.done():
-                del self._draining.copying[record.slot]
-        self._guard()
 
     def _publish(self, record: Record, plan: Plan, terms: Terms, stream: int) -> Acknowledgement:
         if self._forked or self._closing:

@@ -222,7 +222,6 @@ class open_exporter:
         exporter._fail_acknowledgements(
             ClosedError(f"the exporter {exporter.name!r} was closed before everybody let go")
         )
-        if exporter._copier is not None:
-            await asyncio.to_thread(exporter._copier.shutdown)
+        await exporter._copier.close()
         exporter._draining.close()
         await asyncio.to_thread(exporter._region.close)

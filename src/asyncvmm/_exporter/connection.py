@@ -1,0 +1,41 @@
+"""One consumer's socket, as the exporter sees it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncvmm._core.ledger import Peer
+from asyncvmm._io.link import Link
+from asyncvmm._io.liveness import DeathWatch, PeerIdentity
+
+
+class Connection:
+    """One consumer's socket."""
+
+    __slots__ = ("attaching", "deadline", "identity", "link", "peer", "segments", "watch")
+
+    def __init__(self, identity: PeerIdentity) -> None:
+        self.identity = identity
+        self.link: Link
+        self.peer: Peer | None = None
+        self.watch: DeathWatch | None = None
+        self.deadline: asyncio.TimerHandle | None = None
+        self.attaching = False
+        self.segments: set[int] = set()  # those it was sent
+
+    def __repr__(self) -> str:
+        return f"Connection(pid={self.identity.pid}, {self.peer!r})"
+
+    def stop_deadline(self) -> None:
+        """It said what it had to say in time."""
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+    def close(self) -> None:
+        """Close everything but the link."""
+        self.stop_deadline()
+        if self.watch is not None:
+            self.watch.close()
+        if self.identity.pidfd is not None:
+            self.identity.pidfd.close()

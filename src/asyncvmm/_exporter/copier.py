@@ -1,0 +1,47 @@
+"""Copies that are too long for the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from asyncvmm._exporter.draining import Draining
+from asyncvmm._tensors import DevicePort
+
+if TYPE_CHECKING:
+    from asyncvmm._tensors.plan import Plan
+
+THREADS = 2
+"""Two copies at once fill the memory bandwidth of the machines measured; more only queue there."""
+
+
+class Copier:
+    """Copies in worker threads, so that the loop goes on (inv. 10).  Starts none before the first.
+
+    A copy whose sender is cancelled runs on: it is a fence of its slot until it ends (inv. 4).
+    """
+
+    def __init__(self, port: DevicePort, draining: Draining) -> None:
+        self._port = port
+        self._draining = draining
+        self._executor: ThreadPoolExecutor | None = None
+
+    async def copy(self, slot: int, address: int, plan: Plan, stream: int) -> None:
+        """Copy a plan's tensors to ``address``; raises what the copy raised."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(THREADS, "asyncvmm-copy")
+        copy = asyncio.get_running_loop().run_in_executor(
+            self._executor, self._port.copy_in, address, plan, stream
+        )
+        self._draining.copying[slot] = copy
+        try:
+            await asyncio.shield(copy)
+        finally:
+            if copy.done():
+                del self._draining.copying[slot]
+
+    async def close(self) -> None:
+        """Wait for the copies that run."""
+        if self._executor is not None:
+            await asyncio.to_thread(self._executor.shutdown)

@@ -1,0 +1,174 @@
+"""How a consumer comes in: hello, welcome with the pool, attached, open.
+
+Nothing of the pool is sent before the greeting was checked, and nothing is delivered before the
+consumer says that it has mapped every segment; one that fails half-way has nothing to give back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+from collections.abc import Awaitable, Callable
+
+from asyncvmm._backends.base import ExporterRegion
+from asyncvmm._core import wire
+from asyncvmm._core.exporter import ExporterCore
+from asyncvmm._core.ledger import Peer, PeerState
+from asyncvmm._errors import (
+    AccessDeniedError,
+    HandshakeError,
+    RankError,
+    RemoteProtocolError,
+    VersionMismatchError,
+)
+from asyncvmm._exporter.access import Access
+from asyncvmm._exporter.connection import Connection
+from asyncvmm._fds import OwnedFd
+from asyncvmm._types import SegmentInfo
+
+logger = logging.getLogger("asyncvmm.exporter")
+
+
+class Handshake:
+    """Brings consumers in.
+
+    ``spawn`` runs a coroutine for the exporter, ``admitted`` is told of a consumer that got a
+    seat, ``opened`` of one to which deliveries have begun, ``rejected`` of one to hang up on.
+    """
+
+    def __init__(
+        self,
+        core: ExporterCore,
+        region: ExporterRegion,
+        access: Access,
+        *,
+        consumer_count: int,
+        debug: bool,
+        spawn: Callable[[Awaitable[None]], None],
+        admitted: Callable[[Connection], None],
+        opened: Callable[[Connection], None],
+        rejected: Callable[[Connection], None],
+    ) -> None:
+        self.identity = os.urandom(16)
+        self.leaving: set[int] = set()  # segments that are being given back
+        self._core = core
+        self._region = region
+        self._access = access
+        self._consumer_count = consumer_count
+        self._debug = debug
+        self._spawn = spawn
+        self._admitted = admitted
+        self._opened = opened
+        self._rejected = rejected
+
+    def check_user(self, conn: Connection) -> bool:
+        """Refuse a process of a user that may not connect; say whether it may."""
+        uid, gid = conn.identity.uid, conn.identity.gid
+        if self._access.allows(uid, gid):
+            return True
+        error = AccessDeniedError(
+            f"user {uid} may not connect: this exporter belongs to user {os.getuid()}; open it "
+            f"with allow_uids or allow_gids to share it",
+            uid=uid,
+        )
+        self._reject(conn, error, [uid])
+        return False
+
+    def greet(self, conn: Connection, packet: memoryview) -> None:
+        """Take a hello: give the consumer a seat, or a reason why not."""
+        try:
+            hello = wire.decode_greeting(packet)
+            if not isinstance(hello, wire.Hello):
+                raise RemoteProtocolError(f"a consumer began with a {type(hello).__name__}")
+            self._check(hello)
+            conn.peer = self._core.admit(hello.rank, hello.name, hello.window)
+        except VersionMismatchError as error:
+            self._reject(conn, error, [error.ours])
+        except RankError as error:
+            numbers = [-1 if n is None else n for n in (error.rank, error.consumer_count)]
+            self._reject(conn, error, numbers)
+        except HandshakeError as error:
+            self._reject(conn, error)
+        else:
+            self._admitted(conn)
+            self._spawn(self._welcome(conn, conn.peer))
+
+    def _check(self, hello: wire.Hello) -> None:
+        info = self._region.info
+        if hello.kind not in ("any", info.kind):
+            raise HandshakeError(
+                f"the consumer asked for {hello.kind} memory, but this exporter's pool is "
+                f"{info.kind} memory; connect with device='auto' or one of that kind",
+                reason="kind",
+            )
+        if hello.writable != info.writable:
+            raise HandshakeError(
+                f"writable views need both ends to agree: the exporter has "
+                f"writable={info.writable}, the consumer writable={hello.writable}",
+                reason="writable",
+            )
+        if not hmac.compare_digest(hello.secret, self._access.secret):
+            raise AccessDeniedError("the consumer's secret is not the exporter's")
+
+    async def _welcome(self, conn: Connection, peer: Peer) -> None:
+        """Send the pool, segment by segment; nothing is delivered before they are mapped."""
+        segments = self._missing(conn)
+        welcome = wire.Welcome(
+            self.identity,
+            peer.id,
+            self._consumer_count,
+            self._region.info,
+            len(segments),
+            self._debug,
+        )
+        conn.link.post(wire.encode_greeting(welcome))
+        conn.link.flush()
+        for segment in segments:
+            await self.send_segment(conn, segment)
+
+    def attach(self, conn: Connection, packet: memoryview) -> None:
+        """Take a consumer's word that the pool is mapped."""
+        message = wire.decode_greeting(packet)
+        if not isinstance(message, wire.Attached) or conn.attaching or not conn.segments:
+            raise RemoteProtocolError(
+                f"a consumer sent a {type(message).__name__} where only one Attached may come"
+            )
+        conn.attaching = True
+        assert conn.peer is not None
+        self._spawn(self._open(conn, conn.peer))
+
+    async def _open(self, conn: Connection, peer: Peer) -> None:
+        """Begin deliveries, with what waited for this member."""
+        while missing := self._missing(conn):  # the pool grew during the handshake
+            await self.send_segment(conn, missing[0])
+        if peer.state is not PeerState.CONNECTING or conn.link.closed:
+            return
+        self._core.open(peer)
+        self._opened(conn)
+
+    def _missing(self, conn: Connection) -> list[SegmentInfo]:
+        return [
+            segment
+            for segment in self._region.segments()
+            if segment.index not in conn.segments and segment.index not in self.leaving
+        ]
+
+    async def send_segment(self, conn: Connection, segment: SegmentInfo) -> None:
+        """Export one segment to one consumer.  Exporting may take a millisecond: off the loop."""
+        handle = await asyncio.to_thread(self._region.export, segment.index)
+        fds = [handle] if isinstance(handle, OwnedFd) else []
+        conn.segments.add(segment.index)
+        if segment.index in self.leaving or conn.link.closed:
+            for fd in fds:
+                fd.close()
+            return
+        data = b"" if isinstance(handle, OwnedFd) else handle
+        conn.link.post(wire.encode(wire.Segment(segment, data)), fds)
+
+    def _reject(self, conn: Connection, error: HandshakeError, numbers: list[int] = []) -> None:  # noqa: B006 - never changed
+        logger.info("refused a consumer (pid %s): %s", conn.identity.pid, error)
+        rejected = wire.Rejected(error.reason, str(error)[:1024], numbers)
+        conn.link.post(wire.encode_greeting(rejected))
+        self._rejected(conn)
