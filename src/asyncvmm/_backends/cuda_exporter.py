@@ -43,7 +43,6 @@ class CudaExporterRegion:
         self._info = info
         self._properties = properties
         self._handle_type: HandleType = "fabric" if info.handle_type == "fabric" else "posix"
-        self._segments: tuple[SegmentInfo, ...] = ()
         self._next_index = 0
         self._ready: dict[int, Event] = {}
         self._ready_handles: dict[int, bytes] = {}
@@ -84,16 +83,9 @@ class CudaExporterRegion:
             kind = context.call(choose, device, handle_type)
             properties = driver_memory.allocation_properties(device, kind)
             granule = driver_memory.granularity(properties)
-            info = RegionInfo(
-                kind="cuda",
-                max_nbytes=round_up(max_pool_bytes, granule),
-                granule=granule,
-                slots=slots,
-                writable=writable,
-                handle_type=kind,
-                device=driver.device_uuid(device),
-            )
-            mapping = DeviceRange.reserve(context, info.max_nbytes)
+            size, uuid = round_up(max_pool_bytes, granule), driver.device_uuid(device)
+            info = RegionInfo("cuda", size, granule, slots, writable, kind, uuid)
+            mapping = DeviceRange.reserve(context, size)
             undo.keep()
         region = cls(mapping, info, properties)
         with Undo() as undo:
@@ -115,7 +107,7 @@ class CudaExporterRegion:
 
     def segments(self) -> Sequence[SegmentInfo]:
         """The segments that are mapped now, by index."""
-        return self._segments
+        return () if self._keepalive is None else tuple(self._range.mapped.values())
 
     def export(self, index: int) -> OwnedFd | bytes:
         """Return a new handle to segment ``index``, one per segment and consumer (inv. 12).
@@ -125,7 +117,7 @@ class CudaExporterRegion:
         would hold the physical memory as well, beyond a shrink, and a descriptor for nothing.
         """
         self._check()
-        segment = find(self._segments, index)
+        segment = find(self.segments(), index)
         context = self._range.context
         with Undo() as undo:
             with context.working():
@@ -149,10 +141,9 @@ class CudaExporterRegion:
         with self._changing:
             self._check()
             size = round_up(nbytes, self._info.granule)
-            start = first_gap(self._segments, size, self._info.max_nbytes)
+            start = first_gap(self.segments(), size, self._info.max_nbytes)
             segment = SegmentInfo(self._next_index, start, size)
             self._range.map(segment, self._allocate(size), writable=True)
-            self._segments = (*self._segments, segment)
             self._next_index += 1
             return segment
 
@@ -188,9 +179,8 @@ class CudaExporterRegion:
         """
         with self._changing:
             self._check()
-            segment = find(self._segments, index)
+            find(self.segments(), index)
             self._range.unmap(index)
-            self._segments = tuple(each for each in self._segments if each is not segment)
 
     def record_ready(self, slot: int, stream: int) -> None:
         """Record the slot's ready event on ``stream``: one driver call after the first time."""
@@ -263,14 +253,15 @@ class CudaExporterRegion:
         stream of its own and the host waits: for debugging only.
         """
         self._check()
-        parts = list(pieces(self._segments, start, nbytes))
-        context = self._range.context
-        with Undo() as undo, context.working():  # never kept
+        parts = list(pieces(self.segments(), start, nbytes))
+        with self._range.context.working(), Undo() as undo:
             stream = driver.stream_create()
-            undo.add(context.call, driver.stream_destroy, stream)
+            undo.add(driver.stream_destroy, stream)
             for first, size in parts:
                 driver_memory.memory_fill(self._range.address + first, POISON, size, stream)
             driver.stream_synchronize(stream)
+            driver.stream_destroy(stream)
+            undo.keep()
 
     def keepalive(self) -> object:
         """Return an object that keeps the mapping alive; every view holds it."""
@@ -285,7 +276,6 @@ class CudaExporterRegion:
         if self._range.context.forked():
             return
         with self._changing:
-            self._segments = ()
             teardown = Teardown()
             if self._keepalive is not None:
                 teardown.step(self._range.settle)

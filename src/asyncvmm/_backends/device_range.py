@@ -86,8 +86,9 @@ class DeviceRange:
     def unmap(self, index: int) -> None:
         """Unmap a segment that nothing reads or writes any more."""
         segment = self.mapped[index]
-        self.context.call(driver_memory.memory_unmap, self.address + segment.start, segment.nbytes)
-        del self.mapped[index]
+        with self.context.working():
+            driver_memory.memory_unmap(self.address + segment.start, segment.nbytes)
+            del self.mapped[index]
 
     def settle(self) -> None:
         """Block until the device is done with the range.  Only for threads that may block."""

@@ -174,10 +174,11 @@ class Event:
         with self._lock:
             if self._handle is None:
                 return
-            self._context.call(driver.event_destroy, self._handle)
-            self._handle = None
-        if self._counted:
-            budget.give_back()
+            with self._context.working():
+                driver.event_destroy(self._handle)
+                self._handle = None
+                if self._counted:
+                    budget.give_back()
 
     def _alive(self) -> Any:
         if self._handle is None:

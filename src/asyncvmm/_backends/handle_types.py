@@ -78,13 +78,14 @@ def trial(device: int, kind: HandleType) -> Refusal | None:
             "cuDeviceGetAttribute", "not_supported", f"the device attribute {attribute} is 0"
         )
     try:
-        with Undo() as undo:  # never kept
+        with Undo() as undo:  # never kept: a release that failed is tried once more
             properties = allocation_properties(device, kind)
             memory = Allocation.create(granularity(properties), properties)
             undo.add(memory.release)
             exported = memory.export(kind)
             if isinstance(exported, int):
                 OwnedFd(exported).close()
+            memory.release()
     except BackendError as error:
         if error.code not in _REFUSALS:
             raise
