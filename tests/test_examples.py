@@ -1,0 +1,57 @@
+"""The examples run as a user would run them, and say what they say they do."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+pytestmark = pytest.mark.slow
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """Run an example to its end and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_every_example_is_run_here() -> None:
+    """Kills the planted bug of an example that is added and never run."""
+    source = Path(__file__).read_text(encoding="utf-8")
+    for path in EXAMPLES.glob("*.py"):
+        assert f'run_example("{path.name}"' in source
+
+
+def test_one_process() -> None:
+    """Both ends in one process see the same numbers: 1000 * (0 + 1 + 2 + 3) * (1 - 2)."""
+    assert run_example("one_process.py") == "sum of everything sent: -6000\n"
+
+
+def test_pipeline_delivers_each_frame_to_exactly_one_worker() -> None:
+    """Kills the planted bug of a frame that goes to two workers or to none."""
+    output = run_example("pipeline.py", "2", "40")
+    shares = [int(count) for count in re.findall(r"^worker-\d: (\d+) frames$", output, re.M)]
+    assert len(shares) == 2
+    assert sum(shares) == 40
+    assert "source: 40 frames delivered" in output
+
+
+def test_encoder_to_llm_reaches_every_rank() -> None:
+    """Kills the planted bug of a rank that misses a request or sees one twice."""
+    output = run_example("encoder_to_llm.py")
+    tokens = sum(64 + 8 * request for request in range(24))
+    for rank in range(2):
+        assert f"rank {rank}: {tokens} tokens of 24 requests\n" in output
