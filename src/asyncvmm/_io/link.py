@@ -171,7 +171,13 @@ class Link:
 
     # Reading
 
-    def _on_readable(self) -> None:
+    def read_pending(self) -> None:
+        """Read every packet that is there now: the last words of a peer that has just died."""
+        while not self._closed and not self._eof and self._on_readable():
+            pass
+
+    def _on_readable(self) -> bool:
+        """Read one packet; False if none was there."""
         fds: list[OwnedFd] = []
         error: Exception | None = None
         try:
@@ -185,9 +191,10 @@ class Link:
         except (BlockingIOError, InterruptedError):
             if self._lost is not None:
                 self._end(self._lost)
-            return
+            return False
         except OSError as failure:
-            return self._fail(failure)
+            self._fail(failure)
+            return False
         if error is not None:
             self._end(error)
         elif size:
@@ -196,6 +203,7 @@ class Link:
             self._on_eof()
         if fds:
             close_all(fds)
+        return size > 0
 
     def _deliver(self, view: memoryview, fds: list[OwnedFd]) -> None:
         try:

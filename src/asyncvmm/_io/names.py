@@ -1,0 +1,144 @@
+"""Where an exporter lives: from the name a user gives to a socket address.
+
+Three kinds of names.  A *path* contains a slash (or is an ``os.PathLike``).  A bare *name* lives
+in a private folder that only this user can enter.  An *abstract* name starts with ``@`` and has
+no file; every user of the network namespace sees it, so only the uid check keeps others out.
+
+Everything here asks the file system: call it in a worker thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+import tempfile
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncvmm._errors import AccessDeniedError, ArgumentError
+
+ADDRESS_LIMIT = 107
+"""Bytes of a Unix socket address: sun_path has 108, one of them the closing zero."""
+
+_BARE_NAME = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
+_NAME_LIMIT = 200
+"""Characters of a bare name: file names end at 255 bytes, and we add to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """One place an exporter may live at, the same for whoever resolves the same name."""
+
+    display: str
+    """What the user wrote; for messages."""
+    sockaddr: str
+    kind: Literal["name", "path", "abstract"]
+
+
+def resolve(name: str | os.PathLike[str]) -> Address:
+    """Turn a name into an address, and make sure the private folder is private.
+
+    Raises ArgumentError for what can be no name, and AccessDeniedError if somebody else could
+    reach into the private folder.
+    """
+    text: object = os.fspath(name) if isinstance(name, os.PathLike) else name
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ArgumentError(
+            f"an exporter's name is a non-empty str or path without NUL, got {name!r}"
+        )
+    if text.startswith("@") and isinstance(name, str):
+        return _abstract(text)
+    if "/" in text or not isinstance(name, str):
+        return _path(text)
+    if not _BARE_NAME.fullmatch(text) or len(text) > _NAME_LIMIT or text in {".", ".."}:
+        raise ArgumentError(
+            f"a bare name has 1 to {_NAME_LIMIT} of the characters A-Z a-z 0-9 . _ - and is not "
+            f"a dot, got {text!r}; a path needs a slash, an abstract name starts with @"
+        )
+    return Address(text, _inside_private_folder(text), "name")
+
+
+def _abstract(text: str) -> Address:
+    size = len(os.fsencode(text))
+    if not 2 <= size <= ADDRESS_LIMIT:
+        raise ArgumentError(
+            f"an abstract name has 2 to {ADDRESS_LIMIT} bytes with its @, got {size}: {text!r}"
+        )
+    return Address(text, "\0" + text[1:], "abstract")
+
+
+def _path(text: str) -> Address:
+    if text.endswith("/") or os.path.basename(text) in {".", ".."}:
+        raise ArgumentError(f"the path of an exporter names a file, got the folder {text!r}")
+    # Absolute, so that a change of the working directory moves nothing.
+    absolute = os.path.abspath(text)
+    if len(os.fsencode(absolute)) > ADDRESS_LIMIT:
+        return Address(text, _inside_private_folder(absolute, short=True), "path")
+    return Address(text, absolute, "path")
+
+
+def _inside_private_folder(name: str, *, short: bool = False) -> str:
+    """Return a path that fits: ``<name>.sock``, or a hash that no bare name can look like."""
+    folder = private_folder()
+    address = os.path.join(folder, f"{name}.sock")
+    if short or len(os.fsencode(address)) > ADDRESS_LIMIT:
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
+        address = os.path.join(folder, f"~{digest}.sock")
+    size = len(os.fsencode(address))
+    if size > ADDRESS_LIMIT:
+        raise ArgumentError(
+            f"the private folder {folder!r} leaves no room for a socket: its address would have "
+            f"{size} bytes, {ADDRESS_LIMIT} are allowed; point XDG_RUNTIME_DIR to a shorter one"
+        )
+    return address
+
+
+def private_folder() -> str:
+    """Return this user's own folder for sockets; make it if it is not there, then verify it.
+
+    ``$XDG_RUNTIME_DIR/asyncvmm`` if that variable names a folder of ours, which it does not
+    always do under sudo or in a container; else ``asyncvmm-<uid>`` in the temporary folder.
+    """
+    user = os.geteuid()
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(runtime) and _is_folder_of(runtime, user):
+        folder = os.path.join(runtime, "asyncvmm")
+    else:
+        folder = os.path.join(tempfile.gettempdir(), f"asyncvmm-{user}")
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        pass
+    else:
+        os.chmod(folder, 0o700)  # whatever the umask took away
+    _verify_private(folder, user)
+    return folder
+
+
+def _is_folder_of(path: str, user: int) -> bool:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == user
+
+
+def _verify_private(folder: str, user: int) -> None:
+    # lstat, for a link could be turned elsewhere after this look.
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        wrong = "is a link or a file, not a folder"
+    elif found.st_uid != user:
+        wrong = f"belongs to user {found.st_uid}"
+    elif found.st_mode & 0o077:
+        wrong = f"has mode {stat.S_IMODE(found.st_mode):04o}, so others may enter"
+    else:
+        return
+    raise AccessDeniedError(
+        f"the private folder {folder!r} of user {user} {wrong}; it must be a folder of that user "
+        f"with mode 0700: remove it or correct it, or point XDG_RUNTIME_DIR elsewhere",
+        uid=found.st_uid,
+        allowed=(user,),
+    )
