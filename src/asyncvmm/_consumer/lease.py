@@ -30,6 +30,7 @@ class Lease:
         "frame",
         "holder",
         "keeper",
+        "offsets",
         "reason",
         "said",
         "streams",
@@ -40,6 +41,7 @@ class Lease:
     def __init__(self, frame: OwnerFrame, keeper: Keeper) -> None:
         self.frame = frame
         self.keeper = keeper
+        self.offsets: list[int] | None = None  # of its features, once more than one is viewed
         self.holder: object = None  # what every view holds; we hold it while views may be asked
         self.views: weakref.ref[object] | None = None
         self.said = False  # somebody said "done"

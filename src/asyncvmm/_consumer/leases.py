@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from asyncvmm._backends.base import ConsumerRegion
 from asyncvmm._consumer.lease import Lease
 from asyncvmm._core.consumer import ConsumerCore
-from asyncvmm._core.layout import DTYPES, offsets
+from asyncvmm._core.layout import feature_bytes, offsets
 from asyncvmm._core.ledger import PeerState
 from asyncvmm._core.wire import OwnerFrame
 from asyncvmm._errors import PeerLostError, ReleasedError
@@ -67,9 +67,14 @@ class Leases:
     def view(self, lease: Lease, index: int) -> Tensor:
         """Return one feature as a tensor, ordered after the producer's work."""
         holder = self._open(lease)
-        features = lease.frame.features
-        at = offsets(feature_sizes(lease.frame)[: index + 1])[index] if index else 0
-        return self._port.view(holder, at, features[index])
+        feature = lease.frame.features[index]
+        if not index:
+            return self._port.view(holder, 0, feature)
+        places = lease.offsets
+        if places is None:
+            sizes = (feature_bytes(f.name, f.dtype, f.shape) for f in lease.frame.features)
+            places = lease.offsets = offsets(sizes)
+        return self._port.view(holder, places[index], feature)
 
     def clone(self, lease: Lease) -> dict[str, Tensor]:
         """Copy the whole owner with one copy."""
@@ -209,14 +214,3 @@ class Leases:
         for lease in list(self.live.values()):
             if not lease.viewed:  # its last view died while the loop was being left
                 settle(lease)
-
-
-def feature_sizes(frame: OwnerFrame) -> list[int]:
-    """Return the bytes of each feature of an owner."""
-    sizes = []
-    for feature in frame.features:
-        size = DTYPES[feature.dtype]
-        for length in feature.shape:
-            size *= length
-        sizes.append(size)
-    return sizes

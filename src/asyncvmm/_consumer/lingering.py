@@ -45,7 +45,7 @@ class Lingering:
         try:
             if lease.streams:
                 handle = self._region.record_release(frame.slot, lease.streams)
-            release = wire.Release(frame.slot, frame.generation, handle)
+            release = wire.Release(frame.slot, frame.generation, handle, int(bool(lease.streams)))
             self._unsent.append(wire.encode(release))
             assert self._sock is not None
             self._sock.send(wire.frame(self._unsent), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from asyncvmm._backends.base import ExporterRegion, Fence
 from asyncvmm._core.ledger import Record
+from asyncvmm._errors import RemoteProtocolError
 from asyncvmm._io.fences import FenceWatcher
 
 logger = logging.getLogger("asyncvmm.exporter")
@@ -50,7 +51,7 @@ class Draining:
         if ready is not None:
             fences.append((("ready", record.slot), ready))
         for peer, lane in record.released_by:
-            fence = self._region.release_fence(peer, record.slot)
+            fence = self._release_fence(peer, record.slot) if lane else None
             if fence is not None:
                 fences.append(((peer, lane), fence))
         if not fences:
@@ -60,6 +61,14 @@ class Draining:
         watcher = self._watch()
         for where, fence in fences:
             watcher.watch(where, fence, record)
+
+    def _release_fence(self, peer: int, slot: int) -> Fence | None:
+        try:
+            return self._region.release_fence(peer, slot)
+        except RemoteProtocolError as error:
+            # It says that it read on a stream and never gave the event: its reads are its risk.
+            logger.warning("consumer %d broke the rules: %s", peer, error)
+            return None
 
     def _copied(self, record: Record) -> None:
         self.copying.pop(record.slot, None)

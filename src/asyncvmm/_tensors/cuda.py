@@ -175,5 +175,5 @@ class CudaPort:
         """Make ``stream`` current if it is not; worker threads have another current stream."""
         if stream == self.current_stream():
             return nullcontext()
-        external = torch.cuda.ExternalStream(stream, device=self._device)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        external = torch.cuda.ExternalStream(stream, device=self._device)
         return torch.cuda.stream(external)

@@ -16,7 +16,7 @@ import torch
 
 from asyncvmm._backends.base import ConsumerRegion, ExporterRegion
 from asyncvmm._backends.memfd import HostConsumerRegion, HostExporterRegion
-from asyncvmm._core.layout import DTYPES, offsets
+from asyncvmm._core.layout import feature_bytes, offsets
 from asyncvmm._core.wire import Feature
 from asyncvmm._errors import ArgumentError
 from asyncvmm._tensors.plan import TORCH_DTYPES, Plan, Tensor, plan_specs, plan_tensors
@@ -123,12 +123,7 @@ class HostPort:
 
 def split(local: Tensor, features: Sequence[Feature]) -> dict[str, Tensor]:
     """Return the features of an owner as views of one uint8 tensor that holds its bytes."""
-    sizes = []
-    for feature in features:
-        size = DTYPES[feature.dtype]
-        for length in feature.shape:
-            size *= length
-        sizes.append(size)
+    sizes = [feature_bytes(f.name, f.dtype, f.shape) for f in features]
     found = {}
     for offset, size, feature in zip(offsets(sizes), sizes, features, strict=True):
         dtype = TORCH_DTYPES[feature.dtype]

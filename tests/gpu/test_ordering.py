@@ -1,0 +1,112 @@
+"""Order on the device, each test with the run that has the wait removed (inv. 4, 8).
+
+A run without the wait that shows no wrong data would mean that the test sees nothing.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+import torch
+
+import asyncvmm
+from asyncvmm._backends.cuda import CudaExporterRegion
+from tests.gpu import ends
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(180)]
+
+ROUNDS = 1000
+NBYTES = 1 << 20
+
+
+def devices() -> list[str]:
+    """Return the devices a consumer may use: the exporter's own, and another if there is one."""
+    return [f"cuda:{index}" for index in range(min(2, torch.cuda.device_count()))] or ["cuda:0"]
+
+
+async def refill_at_once(consumer_device: str, rounds: int) -> dict[str, int]:
+    """Send one pattern after another through a slot of one as fast as it is allowed."""
+    name = f"gpu-{uuid.uuid4().hex}"
+    process = ends.start("late_reader", name, consumer_device, 0)
+    async with asyncvmm.open_exporter(
+        name, device="cuda:0", pool_bytes=NBYTES, slots=1, close_timeout=60
+    ) as exporter:
+        for turn in range(rounds):
+            source = torch.full((NBYTES,), turn % 251, dtype=torch.uint8, device="cuda:0")
+            await exporter.send({"x": source}, key=turn)
+        await exporter.drain()
+    return ends.result(process)
+
+
+@pytest.mark.parametrize("consumer", devices())
+async def test_a_slot_is_refilled_only_after_the_readers_stream_is_done(consumer: str) -> None:
+    """Field report 17.  Planted bug: the release event is not waited for (see the control)."""
+    assert await refill_at_once(consumer, ROUNDS) == {"rounds": ROUNDS, "wrong": 0}
+
+
+@pytest.mark.parametrize("consumer", devices())
+async def test_control_without_the_release_fence_data_is_wrong(
+    consumer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Field report 17, the control."""
+    monkeypatch.setattr(CudaExporterRegion, "release_fence", lambda self, peer, slot: None)
+    found = await refill_at_once(consumer, 100)
+    assert found["rounds"] == 100
+    assert found["wrong"] > 0
+
+
+async def publish_behind_kernel(consumer_device: str, rounds: int, broken: str) -> dict[str, int]:
+    """Publish sources that a long kernel has yet to make, and free them at once."""
+    name = f"gpu-{uuid.uuid4().hex}"
+    process = ends.start("prompt_reader", name, consumer_device, 0, broken)
+    async with asyncvmm.open_exporter(
+        name, device="cuda:0", pool_bytes=2 * NBYTES, slots=2, close_timeout=60
+    ) as exporter:
+        other = torch.cuda.Stream()
+        for turn in range(rounds):
+            with torch.cuda.stream(other):
+                torch.cuda._sleep(ends.LONG)
+                source = torch.full((NBYTES,), turn % 251, dtype=torch.uint8, device="cuda:0")
+            torch.cuda.current_stream().wait_stream(other)
+            await exporter.send({"x": source}, key=turn)
+            with torch.cuda.stream(other):
+                source.record_stream(torch.cuda.current_stream())
+                del source
+                torch.full((NBYTES,), 255, dtype=torch.uint8, device="cuda:0")
+        await exporter.drain()
+    return ends.result(process)
+
+
+@pytest.mark.parametrize("consumer", devices())
+async def test_a_batch_is_read_only_after_the_producers_stream_is_done(consumer: str) -> None:
+    """Field report 18, also on the second and later batch of one mapping (inv. 8).
+
+    Planted bug: the ready event is not waited for, or only the first time (see the control).
+    """
+    found = await publish_behind_kernel(consumer, ROUNDS, "")
+    assert found == {"rounds": ROUNDS, "wrong": 0}
+
+
+@pytest.mark.parametrize("consumer", devices())
+async def test_control_without_the_ready_wait_data_is_wrong(consumer: str) -> None:
+    """Field report 18, the control."""
+    found = await publish_behind_kernel(consumer, 100, "wait_ready")
+    assert found["rounds"] == 100
+    assert found["wrong"] > 0
+
+
+async def test_a_given_up_reservation_drains_before_it_is_free() -> None:
+    """Field report 20: cancelling is not the same as quiet.
+
+    Planted bug: an abandoned slot goes to FREE at once, while a kernel still writes to it.
+    """
+    name = f"gpu-{uuid.uuid4().hex}"
+    async with asyncvmm.open_exporter(name, device="cuda:0", pool_bytes=NBYTES, slots=1) as e:
+        async with e.reserve({"x": asyncvmm.TensorSpec((NBYTES,), torch.uint8)}) as owner:
+            torch.cuda._sleep(100 * ends.LONG)
+            owner["x"].fill_(1)
+        assert e.statistics().slots.draining == 1
+        async with e.reserve({"x": asyncvmm.TensorSpec((NBYTES,), torch.uint8)}) as owner:
+            assert torch.cuda.current_stream().query()
+            owner["x"].fill_(2)
