@@ -87,6 +87,29 @@ async def test_last_words_before_a_broken_pipe_are_read(ends: list[End]) -> None
     assert fd.number == -1
 
 
+@pytest.mark.parametrize("reset", [False, True])
+async def test_last_words_can_be_read_at_once(ends: list[End], reset: bool) -> None:
+    """Kills: a read of what is pending that stops at the reset, or that waits for the loop."""
+    a, b = pair()
+    receiver = End(b)
+    ends.append(receiver)
+    receiver.link.start()
+    if reset:
+        receiver.link.post(b"unread")
+        receiver.link.flush()
+    words = [b"%d" % number for number in range(20)]
+    for word in words:
+        a.send(frame([word]))
+    receiver.link.read_pending()
+    assert receiver.messages == words
+    a.send(frame([b"last"]))
+    a.close()
+    receiver.link.read_pending()
+    assert receiver.messages == [*words, b"last"]
+    assert receiver.link.closed
+    assert isinstance(await receiver.ended(), errors.PeerLostError if reset else type(None))
+
+
 async def test_peer_that_reads_no_more_but_stays_is_lost(ends: list[End]) -> None:
     """Kills: waiting for an end-of-file that never comes after a broken pipe."""
     a, b = pair()

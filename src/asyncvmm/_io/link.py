@@ -21,14 +21,7 @@ from collections.abc import Callable, Sequence
 from asyncvmm._errors import LocalProtocolError, PeerLostError, ProtocolError
 from asyncvmm._fds import OwnedFd, close_after_fork
 from asyncvmm._io.outbox import BATCH_BYTES, BATCH_MESSAGES, Outbox, too_many
-from asyncvmm._io.packets import (
-    PACKET_LIMIT,
-    close_all,
-    oversized,
-    receive_with_fds,
-    send_with_fds,
-    socket_error,
-)
+from asyncvmm._io.packets import PACKET_LIMIT, close_all, receive, send_with_fds, socket_error
 
 __all__ = ["PACKET_LIMIT", "Link"]
 
@@ -173,28 +166,21 @@ class Link:
 
     def read_pending(self) -> None:
         """Read every packet that is there now: the last words of a peer that has just died."""
-        while not self._closed and not self._eof and self._on_readable():
+        while not self._closed and self._on_readable():
             pass
 
     def _on_readable(self) -> bool:
-        """Read one packet; False if none was there."""
+        """Read one packet; False if there was none and none can follow at once."""
         fds: list[OwnedFd] = []
-        error: Exception | None = None
         try:
-            if self._accept_fds:
-                size, error = receive_with_fds(self._sock, self._buffer, self._accept_fds, fds)
-            else:
-                # With no room for them the kernel closes descriptors we never asked for.
-                size = self._sock.recv_into(self._buffer)
-                if size > PACKET_LIMIT:
-                    error = oversized()
+            size, error = receive(self._sock, self._buffer, self._accept_fds, fds)
         except (BlockingIOError, InterruptedError):
             if self._lost is not None:
                 self._end(self._lost)
             return False
         except OSError as failure:
             self._fail(failure)
-            return False
+            return failure.errno == errno.ECONNRESET
         if error is not None:
             self._end(error)
         elif size:

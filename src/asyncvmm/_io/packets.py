@@ -36,7 +36,7 @@ def send_with_fds(sock: socket.socket, packet: bytes, fds: Sequence[OwnedFd]) ->
     sock.sendmsg((packet,), ancillary, socket.MSG_NOSIGNAL)
 
 
-def receive_with_fds(
+def receive(
     sock: socket.socket, buffer: memoryview, accept: int, fds: list[OwnedFd]
 ) -> tuple[int, AsyncVMMError | None]:
     """Read one packet; every descriptor is in ``fds`` before anything is judged (inv. 12).
@@ -44,6 +44,10 @@ def receive_with_fds(
     Returns the size and what is wrong with the packet, which the caller drops then.  ``buffer``
     is one byte longer than a packet may be.
     """
+    if not accept:
+        # With no room for them the kernel itself closes descriptors that nobody asked for.
+        size = sock.recv_into(buffer)
+        return size, oversized() if size > PACKET_LIMIT else None
     size, ancillary, flags, _ = sock.recvmsg_into(
         # CMSG_LEN, not CMSG_SPACE: the padding of the latter has room for one more.
         (buffer,),
