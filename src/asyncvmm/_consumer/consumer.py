@@ -10,6 +10,7 @@ from collections import deque
 from anyio.abc import ObjectReceiveStream
 
 from asyncvmm._backends.base import ConsumerRegion
+from asyncvmm._consumer.lease import Lease
 from asyncvmm._consumer.leases import Leases
 from asyncvmm._consumer.lingering import Lingering
 from asyncvmm._consumer.owner import Batch
@@ -280,7 +281,7 @@ class Consumer(ObjectReceiveStream[Batch]):
             left = self._leases.finish()
             self._pump()
             if left:
-                self._linger(len(left))
+                self._linger(left)
             else:
                 try:
                     await self._link.finish(GOODBYE_SECONDS)
@@ -288,10 +289,8 @@ class Consumer(ObjectReceiveStream[Batch]):
                     self._link.abort()
                     self._region.close()
 
-    def _linger(self, left: int) -> None:
-        sock = None
-        if not self._link.closed:
-            sock = close_after_fork(self._link.detach())
+    def _linger(self, left: list[Lease]) -> None:
+        sock = None if self._link.closed else close_after_fork(self._link.detach())
         self._leases.linger(Lingering(sock, self._region, left).settle)
 
     def _stop_watching(self) -> None:

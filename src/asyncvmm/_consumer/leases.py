@@ -149,6 +149,7 @@ class Leases:
         """Settle it from the loop (Keeper); safe in any thread and inside a finaliser."""
         lingering = self._lingering
         if lingering is not None:
+            self.live.pop(lease.frame.slot, None)
             lingering(lease)
             return
         self._queue.append(lease)
@@ -213,4 +214,4 @@ class Leases:
         self._lingering = settle
         for lease in list(self.live.values()):
             if not lease.viewed:  # its last view died while the loop was being left
-                settle(lease)
+                self.settle_later(lease)

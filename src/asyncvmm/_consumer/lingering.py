@@ -9,21 +9,29 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterable
 
 from asyncvmm._backends.base import ConsumerRegion
 from asyncvmm._consumer.lease import Lease
 from asyncvmm._core import wire
 from asyncvmm._errors import AsyncVMMError
 
+_alive: set[Lingering] = set()
+"""A view keeps its bytes and nothing else: the leases that wait for its end are kept here, also
+when the program has let go of the consumer, the batch and the owner."""
+
 
 class Lingering:
     """Settles what is left of a closed consumer."""
 
-    def __init__(self, sock: socket.socket | None, region: ConsumerRegion, left: int) -> None:
+    def __init__(
+        self, sock: socket.socket | None, region: ConsumerRegion, leases: Iterable[Lease]
+    ) -> None:
         self._sock = sock
         self._region = region
-        self._left = left
+        self._left = set(leases)
         self._unsent: list[bytes] = []
+        _alive.add(self)
         # Re-entrant: a finaliser may run inside another one's critical section.
         self._lock = threading.RLock()
 
@@ -33,11 +41,12 @@ class Lingering:
             if lease.done:
                 return
             lease.done = True
-            self._left -= 1
+            self._left.discard(lease)
             if self._sock is not None:
                 self._say(lease)
             if not self._left:
                 self._close()
+                _alive.discard(self)
 
     def _say(self, lease: Lease) -> None:
         frame = lease.frame
