@@ -39,10 +39,8 @@ class CudaCase:
         ctypes.memmove(address, content, len(content))
 
 
-@pytest.fixture(params=["posix", "fabric"])
-def case(  # type: ignore[no-redef]  # takes the place of the suite's own
-    request: pytest.FixtureRequest,
-) -> Case:
+@pytest.fixture(params=["posix", "fabric"])  # type: ignore[no-redef]  # replaces the suite's
+def case(request: pytest.FixtureRequest) -> Case:
     if request.node.name == "test_closed_regions_say_so_and_close_again[fabric]":
         pytest.skip("it counts the descriptors of handles, and FABRIC handles are bytes")
     return CudaCase(request.param)

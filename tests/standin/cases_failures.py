@@ -18,7 +18,8 @@ from asyncvmm._backends.cuda import CudaConsumerRegion, CudaExporterRegion
 from asyncvmm._errors import BackendError, PoolMemoryError
 from asyncvmm._fds import OwnedFd
 from tests.standin import Ledger, Standin
-from tests.standin.conftest import GRANULE, SLOTS, join_unmapping
+from tests.standin.conftest import GRANULE, SLOTS
+from tests.standin.peer import join_unmapping
 
 OUT_OF_MEMORY, UNKNOWN = 2, 999
 STREAM, OTHER = 0x1000, 0x2000

@@ -16,8 +16,8 @@ from asyncvmm._backends.cuda import CudaConsumerRegion, CudaExporterRegion
 from asyncvmm._errors import BackendError, ClosedError, ForkError
 from asyncvmm._fds import OwnedFd
 from tests.standin import Ledger, Standin
-from tests.standin.conftest import GRANULE, SLOTS, join_unmapping
-from tests.standin.peer import Peer
+from tests.standin.conftest import GRANULE, SLOTS
+from tests.standin.peer import Peer, join_unmapping
 
 STREAM, SECOND = 0x1000, 0x2000
 

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from asyncvmm._backends import events
 from asyncvmm._backends.cuda import CudaConsumerRegion, CudaExporterRegion
-from asyncvmm._backends.device_range import UNMAP_THREAD
 from asyncvmm._backends.driver import load
 from tests.standin import Ledger, Standin
-from tests.standin.peer import Peer
+from tests.standin.peer import Peer, join_unmapping
 
 GRANULE = 2 << 20
 SLOTS = 4
-
-
-def join_unmapping() -> None:
-    """Wait for the threads that give pools back once the device is done."""
-    for thread in threading.enumerate():
-        if thread.name == UNMAP_THREAD:
-            thread.join()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,14 +23,24 @@ from tests.standin import Standin
 LARGEST = 1 << 16
 
 
-class Peer:
-    """This process's end: each method name of :class:`Told` is a word for :meth:`tell`."""
+def join_unmapping() -> None:
+    """Wait for the threads that give pools back once the device is done."""
+    for thread in threading.enumerate():
+        if thread.name == UNMAP_THREAD:
+            thread.join()
 
-    def __init__(self, settings: Mapping[str, str]) -> None:
+
+class Peer:
+    """This process's end: each method name of :class:`Told` is a word for :meth:`tell`.
+
+    ``module`` is what the other process runs, this one or one that does more.
+    """
+
+    def __init__(self, settings: Mapping[str, str], *, module: str = "tests.standin.peer") -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.standin.peer", str(theirs.fileno())],
+                [sys.executable, "-m", module, str(theirs.fileno())],
                 env={**os.environ, **settings},
                 pass_fds=[theirs.fileno()],
             )
@@ -103,21 +114,19 @@ class Told:
         self.keep = self.region.keepalive() if on else None
 
     def close(self) -> None:
-        self.region.close()
+        if hasattr(self, "region"):
+            self.region.close()
 
     def control(self, name: str, args: list[Any]) -> object:
         assert self.driver is not None
         return getattr(self.driver, name)(*args)
 
-    def unmapping(self) -> int:
-        import threading
-
-        return sum(thread.name == UNMAP_THREAD for thread in threading.enumerate())
+    def join_unmapping(self) -> None:
+        join_unmapping()
 
 
-def main() -> None:
+def main(told: Told) -> None:
     """Serve the socket whose number is the argument until it ends."""
-    told = Told()
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         while True:
             content, fds, _, _ = socket.recv_fds(connection, LARGEST, 1)
@@ -133,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Told())
