@@ -14,13 +14,14 @@ from asyncvmm._core import wire
 from asyncvmm._core.layout import chunk_bytes, feature_bytes
 from asyncvmm._core.ledger import PeerState
 from asyncvmm._errors import InvalidTensorError, LocalProtocolError, RemoteProtocolError
-from asyncvmm._types import ALIGNMENT, RegionInfo, SegmentInfo
+from asyncvmm._types import ALIGNMENT, MAX_SLOTS, RegionInfo, SegmentInfo
 
 
 class ConsumerCore:
     """What one consumer holds, has been sent, and owes."""
 
     def __init__(self, region: RegionInfo, *, competes: bool) -> None:
+        self._check_region(region)
         self.region = region
         self.competes = competes
         self.state = PeerState.OPEN
@@ -34,9 +35,22 @@ class ConsumerCore:
         self.refused = 0
         self._generations = [0] * region.slots
         self._segments: dict[int, SegmentInfo] = {}
+        self._failures: dict[int, str] = {}  # segments that could not be mapped here
         self._mapped: list[tuple[int, int]] = []
 
     # -- what the exporter says --------------------------------------------------------------
+
+    def _check_region(self, region: RegionInfo) -> None:
+        if (
+            not 1 <= region.slots <= MAX_SLOTS
+            or region.granule < 1
+            or region.max_nbytes < 1
+            or region.max_nbytes % region.granule
+        ):
+            raise RemoteProtocolError(
+                f"no pool can have {region.slots} slots and {region.max_nbytes} bytes in "
+                f"granules of {region.granule}; at most {MAX_SLOTS} slots are allowed"
+            )
 
     def check_segment(self, info: SegmentInfo) -> None:
         """Refuse a segment that cannot be part of this pool, before it is mapped."""
@@ -63,10 +77,17 @@ class ConsumerCore:
                     f"{other.index} at [{other.start}, {other.start + other.nbytes})"
                 )
 
-    def add_segment(self, info: SegmentInfo) -> None:
-        """Note that a checked segment is mapped."""
+    def add_segment(self, info: SegmentInfo, *, failure: str = "") -> None:
+        """Note that a checked segment is mapped, or that it could not be and why."""
         self._segments[info.index] = info
+        if failure:
+            self._failures[info.index] = failure
         self._merge()
+
+    @property
+    def segment_count(self) -> int:
+        """Return how many segments were told of."""
+        return len(self._segments)
 
     def remove_segment(self, index: int) -> SegmentInfo:
         """Note that a segment is given back; refuse one that owners still lie in."""
@@ -80,6 +101,7 @@ class ConsumerCore:
                     f"segment {index} is to be unmapped while owner {owner.key!r} lies in it"
                 )
         del self._segments[index]
+        self._failures.pop(index, None)
         self._merge()
         return info
 
@@ -105,13 +127,30 @@ class ConsumerCore:
             raise RemoteProtocolError("the exporter sent a batch after its goodbye")
         for owner in message.owners:
             self._check_owner(owner)
+        if len({owner.slot for owner in message.owners}) != len(message.owners):
+            raise RemoteProtocolError("a batch names one slot for two owners")
+        for owner in message.owners:
             self._generations[owner.slot] = owner.generation
             self.held[owner.slot] = owner
         if self.state is not PeerState.OPEN:
             self._decline(message.owners, "the consumer is leaving")
             return
+        if self._failures and self._refuse_unmapped(message.owners):
+            return
         self.delivered += 1
         self.inbox.append(message.owners)
+
+    def _refuse_unmapped(self, owners: Sequence[wire.OwnerFrame]) -> bool:
+        """Refuse a batch that lies, with any of its bytes, where this process could not map."""
+        for index, failure in self._failures.items():
+            info = self._segments[index]
+            end = info.start + info.nbytes
+            for owner in owners:
+                if owner.start < end and info.start < owner.start + owner.nbytes:
+                    for each in owners:
+                        self.refuse(each, f"segment {index} could not be mapped: {failure}")
+                    return True
+        return False
 
     def _check_owner(self, owner: wire.OwnerFrame) -> None:
         slot, start, nbytes = owner.slot, owner.start, owner.nbytes
@@ -162,24 +201,28 @@ class ConsumerCore:
             self.outgoing.append(wire.encode(wire.Take(first.slot, first.generation)))
         return owners
 
-    def release(self, owner: wire.OwnerFrame, handle: bytes = b"") -> None:
+    def release(self, owner: wire.OwnerFrame, handle: bytes = b"", lane: int = 0) -> None:
         """Say that an owner is done with; exactly once (inv. 6)."""
         self._settle(owner)
         self.released += 1
-        self.outgoing.append(wire.encode(wire.Release(owner.slot, owner.generation, handle)))
+        if self.state is not PeerState.CLOSED:
+            message = wire.Release(owner.slot, owner.generation, handle, lane)
+            self.outgoing.append(wire.encode(message))
 
     def refuse(self, owner: wire.OwnerFrame, reason: str) -> None:
         """Say that an owner was never used, and why; exactly once (inv. 6)."""
         self._settle(owner)
         self.refused += 1
-        self.outgoing.append(wire.encode(wire.Refuse(owner.slot, owner.generation, reason[:1024])))
+        if self.state is not PeerState.CLOSED:
+            message = wire.Refuse(owner.slot, owner.generation, wire.clip(reason))
+            self.outgoing.append(wire.encode(message))
 
     def _settle(self, owner: wire.OwnerFrame) -> None:
         if self.held.pop(owner.slot, None) is not owner:
             raise LocalProtocolError(f"owner {owner.key!r} was settled twice")
 
     def leave(self, lingering: Sequence[wire.OwnerFrame] = ()) -> None:
-        """Say goodbye: refuse what is unread, keep what views still hold."""
+        """Say goodbye: let go of what is unread, keep what views still hold."""
         if self.state is not PeerState.OPEN:
             return
         self.state = PeerState.CLOSING
@@ -196,8 +239,14 @@ class ConsumerCore:
                 self.refuse(owner, reason)
 
     def lose(self) -> int:
-        """Note that the link is gone; return how many unread batches are gone with it."""
+        """Note that the link is gone; return how many unread batches are gone with it.
+
+        What was taken stays held until it is released, although nobody hears of that (inv. 15).
+        """
         self.state = PeerState.CLOSED
         unread = len(self.inbox)
+        for owners in self.inbox:
+            for owner in owners:
+                del self.held[owner.slot]
         self.inbox.clear()
         return unread

@@ -9,7 +9,7 @@ elements takes no bytes; a chunk is a multiple of 256 bytes and never empty.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from asyncvmm._errors import InvalidTensorError
 from asyncvmm._types import ALIGNMENT
@@ -57,7 +57,7 @@ def aligned(nbytes: int) -> int:
     return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
 
 
-def feature_bytes(name: str, dtype: str, shape: Iterable[int]) -> int:
+def feature_bytes(name: str, dtype: str, shape: Sequence[int]) -> int:
     """Return the size of one feature; refuse what has no size."""
     size = DTYPES.get(dtype)
     if size is None:
@@ -66,7 +66,11 @@ def feature_bytes(name: str, dtype: str, shape: Iterable[int]) -> int:
             f"allowed are {', '.join(DTYPES)}",
             feature=name,
         )
-    dimensions = 0
+    if len(shape) > MAX_DIMENSIONS:
+        raise InvalidTensorError(
+            f"feature {name!r} has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are allowed",
+            feature=name,
+        )
     for length in shape:
         if length < 0:
             raise InvalidTensorError(
@@ -74,12 +78,6 @@ def feature_bytes(name: str, dtype: str, shape: Iterable[int]) -> int:
                 feature=name,
             )
         size *= length
-        dimensions += 1
-    if dimensions > MAX_DIMENSIONS:
-        raise InvalidTensorError(
-            f"feature {name!r} has {dimensions} dimensions; at most {MAX_DIMENSIONS} are allowed",
-            feature=name,
-        )
     return size
 
 

@@ -11,12 +11,19 @@ Anything else is counted as stale and ignored.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from asyncvmm._types import Key, Outcome
 
 ANYONE = "*"
 """The member an owner waits for while no competitor has it.  No competitor can be called so."""
+
+NOBODY: frozenset[Key] = frozenset()
+
+
+_complete: dict[tuple[Key, ...], Outcome] = {}
+"""Outcomes without a flaw by who released: the same few come again and again."""
 
 
 class PeerState(Enum):
@@ -40,6 +47,7 @@ class Record:
         "lost",
         "nbytes",
         "published",
+        "ready",
         "refused",
         "released",
         "released_by",
@@ -56,12 +64,15 @@ class Record:
         self.nbytes = nbytes
         self.key: Key = 0
         self.batch: BatchRecord | None = None
-        self.holders: set[int] = set()
-        self.waiting: set[Key] = set()
-        self.released: list[Key] = []
-        self.released_by: list[int] = []  # peer ids, for their release events
-        self.refused: list[tuple[Key, str]] = []
-        self.lost: list[Key] = []
+        self.ready = b""  # the slot's ready event, for peers that have not seen it
+        self.holders: set[int] = set()  # peer ids
+        # Most of these stay empty, and making an empty tuple costs nothing.
+        self.waiting: frozenset[Key] = NOBODY
+        self.released: tuple[Key, ...] = ()
+        self.released_by: tuple[tuple[int, int], ...] = ()
+        """(peer id, lane) of each release whose event is a fence; none of a dead process."""
+        self.refused: tuple[tuple[Key, str], ...] = ()
+        self.lost: tuple[Key, ...] = ()
         self.published = False
         self.acknowledgement: object = None  # belongs to the shell
         self.stamp = 0.0  # the shell's clock at publication
@@ -69,7 +80,14 @@ class Record:
     @property
     def outcome(self) -> Outcome:
         """Return who let go of it so far, and how."""
-        return Outcome(tuple(self.released), tuple(self.refused), tuple(self.lost))
+        if self.refused or self.lost:
+            return Outcome(self.released, self.refused, self.lost)
+        found = _complete.get(self.released)
+        if found is None:
+            if len(_complete) >= 1024:
+                _complete.clear()
+            found = _complete[self.released] = Outcome(self.released)
+        return found
 
     def __repr__(self) -> str:
         return f"Record(slot={self.slot}, generation={self.generation}, key={self.key!r})"
@@ -78,12 +96,26 @@ class Record:
 class BatchRecord:
     """Owners that were published together, and the message that says so."""
 
-    __slots__ = ("data", "handles", "records")
+    __slots__ = ("data", "number", "records")
 
-    def __init__(self, records: Sequence[Record], data: bytes, handles: Sequence[bytes]) -> None:
+    def __init__(self, number: int, records: Sequence[Record], data: bytes) -> None:
+        self.number = number  # counts up in the order of publication
         self.records = records
         self.data = data
-        self.handles = handles
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened so far, for statistics.  Owners count once per consumer addressed."""
+
+    batches: int = 0
+    released: int = 0
+    refused: int = 0
+    lost: int = 0
+    stale: int = 0
+    """Messages that named what their sender does not hold: late, doubled, or made up."""
+    reassigned: int = 0
+    """Batches that one competitor had not taken and that went back for another."""
 
 
 class Peer:
@@ -98,6 +130,7 @@ class Peer:
         "releases",
         "stale",
         "state",
+        "told",
         "untaken",
         "window",
     )
@@ -109,8 +142,9 @@ class Peer:
         self.state = PeerState.CONNECTING
         self.absent = False  # its link is gone, its process lives, and it holds something
         self.holds: dict[int, Record] = {}  # slot -> record, in order of delivery
-        self.untaken: dict[int, BatchRecord] = {}  # first slot -> batch (Compete)
+        self.untaken: dict[int, BatchRecord] = {}  # number -> batch (Compete)
         self.knows: set[int] = set()  # slots whose ready event it has
+        self.told = False  # it has our goodbye: nothing more may be delivered to it
         self.releases = 0
         self.stale = 0
 

@@ -21,6 +21,9 @@ class Ranks:
 
     __slots__ = ("_all", "_backlog", "consumer_count", "seats")
 
+    busy = False
+    """Whether something may still go to a peer that is here: its rank's share is all it gets."""
+
     def __init__(self, consumer_count: int) -> None:
         self.consumer_count = consumer_count
         self.seats: dict[int, Peer] = {}
@@ -96,12 +99,6 @@ class Ranks:
             waited.clear()
         return found
 
-    def forget(self, batch: BatchRecord) -> None:
-        """Forget a batch that was taken back before its ranks came."""
-        for waited in self._backlog:
-            if batch in waited:
-                waited.remove(batch)
-
 
 class Competitors:
     """Peers of a Compete route, and the batches nobody has yet."""
@@ -122,10 +119,12 @@ class Competitors:
                 rank=rank,
                 consumer_count=None,
             )
-        if name is None:
+        taken = {ANYONE, *(peer.member for peer in self.peers.values())}
+        while name is None:
             self._names += 1
-            return f"consumer-{self._names}"
-        if name == ANYONE or any(peer.member == name for peer in self.peers.values()):
+            if (made_up := f"consumer-{self._names}") not in taken:
+                return made_up
+        if name in taken:
             raise RankError(
                 f"the name {name!r} is taken by another consumer; connect with a free name",
                 rank=None,
@@ -133,13 +132,14 @@ class Competitors:
             )
         return name
 
-    def refuse_narrowing(self, to: object) -> None:
-        """Refuse ``to=``: exactly one free consumer gets each batch."""
+    def targets(self, to: object) -> tuple[int, ...]:
+        """Return nothing: exactly one free consumer gets each batch.  Refuse ``to=``."""
         if to is not None:
             raise ArgumentError(
                 f"to={to!r} cannot narrow a Compete route: exactly one free consumer gets "
                 f"each batch; use Broadcast to address ranks"
             )
+        return ()
 
     def reserve(self, peer: Peer) -> None:
         """Keep a newcomer's name before it is open."""
@@ -159,6 +159,15 @@ class Competitors:
         """Forget a competitor."""
         self.peers.pop(peer.id, None)
 
+    def put_back(self, batches: Iterable[BatchRecord]) -> None:
+        """Take back what a consumer had not taken; the oldest goes first, as always."""
+        self.pending = deque(sorted((*batches, *self.pending), key=lambda batch: batch.number))
+
+    @property
+    def busy(self) -> bool:
+        """Whether something may still go to a peer that is here: pending, or not taken."""
+        return bool(self.pending) or any(peer.untaken for peer in self.peers.values())
+
     def next(self) -> tuple[Peer, BatchRecord] | None:
         """Return the oldest pending batch and the freest consumer, if there are both.
 
@@ -168,10 +177,12 @@ class Competitors:
         if not self.pending:
             return None
         free = [
-            peer for peer in self.peers.values() if peer.state is PeerState.OPEN and peer.credit > 0
+            peer
+            for peer in self.peers.values()
+            if peer.state is PeerState.OPEN and not peer.told and peer.credit > 0
         ]
         if not free:
             return None
-        peer = min(free, key=lambda peer: len(peer.untaken))
-        self.peers[peer.id] = self.peers.pop(peer.id)
-        return peer, self.pending.popleft()
+        freest = min(free, key=lambda peer: len(peer.untaken))
+        self.peers[freest.id] = self.peers.pop(freest.id)
+        return freest, self.pending.popleft()

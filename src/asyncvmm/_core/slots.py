@@ -3,7 +3,7 @@
 All transitions of a slot are in ``MOVES`` below, and nothing in this module knows why a slot
 moves::
 
-    FREE -> FILLING -> HELD -> DRAINING -> FREE      HELD -> QUARANTINED -> DRAINING
+    FREE -> FILLING -> HELD -> DRAINING -> FREE      HELD <-> QUARANTINED -> DRAINING
                   \\----------------^  given up unpublished: the device may still be writing
                                      DRAINING -> QUARANTINED: its fence can no longer be asked
 
@@ -28,31 +28,27 @@ class SlotState(IntEnum):
     QUARANTINED = 4
 
 
-_S = SlotState
-MOVES: frozenset[tuple[SlotState, SlotState]] = frozenset(
-    {
-        (_S.FREE, _S.FILLING),
-        (_S.FILLING, _S.HELD),
-        (_S.FILLING, _S.DRAINING),
-        (_S.HELD, _S.DRAINING),
-        (_S.DRAINING, _S.FREE),
-        (_S.HELD, _S.QUARANTINED),
-        (_S.QUARANTINED, _S.HELD),
-        (_S.QUARANTINED, _S.DRAINING),
-        (_S.DRAINING, _S.QUARANTINED),
-    }
-)
+# Looking a member up in its class costs more than the rest of a move.
+FREE, FILLING, HELD, DRAINING, QUARANTINED = SlotState
+
+MOVES: dict[SlotState, frozenset[SlotState]] = {
+    FREE: frozenset(),  # only by take(), which also begins a generation
+    FILLING: frozenset({HELD, DRAINING}),
+    HELD: frozenset({DRAINING, QUARANTINED}),
+    DRAINING: frozenset({FREE, QUARANTINED}),
+    QUARANTINED: frozenset({HELD, DRAINING}),
+}
+"""Where a slot may go from each state; anything else is a bug here."""
 
 
 class SlotTable:
     """States and generations of a fixed number of slots."""
 
-    __slots__ = ("_free", "counts", "generations", "states")
+    __slots__ = ("_free", "generations", "states")
 
     def __init__(self, slots: int) -> None:
-        self.states = [SlotState.FREE] * slots
+        self.states = [FREE] * slots
         self.generations = [0] * slots
-        self.counts = [slots, 0, 0, 0, 0]
         self._free = list(range(slots - 1, -1, -1))  # a stack: the last one used is warm
 
     @property
@@ -60,23 +56,23 @@ class SlotTable:
         """Return how many slots are free."""
         return len(self._free)
 
+    @property
+    def counts(self) -> list[int]:
+        """Return how many slots are in each state, in the order of :class:`SlotState`."""
+        return [self.states.count(state) for state in SlotState]
+
     def take(self) -> int:
         """Move a free slot to FILLING, begin its next generation, return it."""
         slot = self._free.pop()
         self.generations[slot] += 1
-        self._set(slot, SlotState.FREE, SlotState.FILLING)
+        self.states[slot] = FILLING
         return slot
 
     def move(self, slot: int, to: SlotState) -> None:
-        """Move a slot along the table; anything else is a bug here."""
+        """Move a slot along the table."""
         at = self.states[slot]
-        if (at, to) not in MOVES or at is SlotState.FREE:
+        if to not in MOVES[at]:
             raise LocalProtocolError(f"slot {slot} may not go from {at.name} to {to.name}")
-        self._set(slot, at, to)
-        if to is SlotState.FREE:
-            self._free.append(slot)
-
-    def _set(self, slot: int, at: SlotState, to: SlotState) -> None:
         self.states[slot] = to
-        self.counts[at] -= 1
-        self.counts[to] += 1
+        if to is FREE:
+            self._free.append(slot)

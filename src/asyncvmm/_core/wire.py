@@ -1,7 +1,7 @@
 """Messages, packets, limits, version.
 
 A packet is one MessagePack array of messages; a message is an array that begins with its tag.
-The first packet of each side (Hello; Welcome or Rejected) carries four magic bytes and the
+The packets of the handshake (Hello, Welcome or Rejected, Attached) carry four magic bytes and the
 version before that, so that two ends of different versions can still say so.  Every field is
 typed and bounded here; what a field may *name* is checked by the cores.
 
@@ -33,11 +33,13 @@ MESSAGE_LIMIT = PACKET_LIMIT - 64
 
 MAX_FEATURES = 1024
 MAX_EVENT_HANDLE = 64
+MAX_TEXT = 1024
+MAX_KEY = 4096
 
 _Natural: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
-_Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
+_Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 _Handle: TypeAlias = Annotated[bytes, Meta(max_length=MAX_EVENT_HANDLE)]
-_Key: TypeAlias = Annotated[str, Meta(max_length=4096)] | int
+_Key: TypeAlias = Annotated[str, Meta(max_length=MAX_KEY)] | int
 
 
 class Feature(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -81,6 +83,8 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=2):
     consumer_count: _Natural
     """0 under Compete."""
     region: RegionInfo
+    segments: _Natural
+    """How many Segment messages follow before anything else."""
     debug: bool = False
 
 
@@ -90,6 +94,13 @@ class Rejected(msgspec.Struct, array_like=True, frozen=True, tag=3):
     reason: _Text
     text: _Text
     numbers: Annotated[list[int], Meta(max_length=64)] = []
+
+
+class Attached(msgspec.Struct, array_like=True, frozen=True, tag=12):
+    """Consumer: your segments are mapped here; deliver.
+
+    Until then nothing is delivered, so a consumer that cannot map has nothing to refuse.
+    """
 
 
 class Segment(msgspec.Struct, array_like=True, frozen=True, tag=4):
@@ -132,6 +143,8 @@ class Release(msgspec.Struct, array_like=True, frozen=True, tag=9, gc=False):
     generation: _Natural
     handle: _Handle = b""
     """The slot's release event, the first time only."""
+    lane: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Releases of one lane were recorded on one stream, so their events finish in order."""
 
 
 class Refuse(msgspec.Struct, array_like=True, frozen=True, tag=10, gc=False):
@@ -154,19 +167,41 @@ class Goodbye(msgspec.Struct, array_like=True, frozen=True, tag=11):
 
 FromConsumer: TypeAlias = Take | Release | Refuse | Goodbye
 FromExporter: TypeAlias = Segment | Unmap | Ready | Deliver | Goodbye
-Message: TypeAlias = Hello | Welcome | Rejected | FromConsumer | FromExporter
+Greeting: TypeAlias = Hello | Welcome | Rejected | Attached
+Message: TypeAlias = Greeting | FromConsumer | FromExporter
 
 _encoder = msgspec.msgpack.Encoder()
 _from_consumer = msgspec.msgpack.Decoder(list[FromConsumer])
 _from_exporter = msgspec.msgpack.Decoder(list[FromExporter])
-_Greeting: TypeAlias = Hello | Welcome | Rejected
-_greeting: msgspec.msgpack.Decoder[_Greeting] = msgspec.msgpack.Decoder(_Greeting)
+_greeting: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _HEADER = struct.Struct(">4sH")
+
+
+def clip(text: str) -> str:
+    """Return what a text field can carry of a text that nobody should have to check."""
+    return text.encode("utf-8", "replace").decode()[:MAX_TEXT]
+
+
+def check_key(key: object) -> None:
+    """Refuse an owner's key that the other end would refuse."""
+    if isinstance(key, str):
+        if len(key) > MAX_KEY:
+            raise ArgumentError(
+                f"a key may have at most {MAX_KEY:,} characters, got {len(key):,}; use an id"
+            )
+    elif not isinstance(key, int) or isinstance(key, bool):
+        raise ArgumentError(f"a key is a str or an int, got {key!r:.80}")
 
 
 def encode(message: Message) -> bytes:
     """Encode one message; refuse one that no packet can hold."""
-    data = _encoder.encode(message)
+    try:
+        data = _encoder.encode(message)
+    except (TypeError, OverflowError, UnicodeEncodeError) as error:
+        raise ArgumentError(
+            f"a {type(message).__name__} message cannot be written: {error}; names and keys are "
+            f"text without lone surrogates, or ints of 64 bits, and metadata is bytes"
+        ) from None
     if len(data) > MESSAGE_LIMIT:
         raise ArgumentError(
             f"the message that describes the owner takes {len(data):,} bytes, but at most "
@@ -178,6 +213,8 @@ def encode(message: Message) -> bytes:
 def frame(messages: Sequence[bytes]) -> bytes:
     """Join encoded messages into one packet: a MessagePack array header, then the messages."""
     count = len(messages)
+    if count == 1 and messages[0].startswith(MAGIC):
+        return messages[0]  # a greeting is a packet of its own
     if count < 16:
         return b"".join((bytes((0x90 | count,)), *messages))
     return b"".join((b"\xdc", count.to_bytes(2, "big"), *messages))
@@ -201,12 +238,17 @@ def decode_from_exporter(packet: memoryview | bytes) -> list[FromExporter]:
         ) from None
 
 
-def encode_greeting(message: Hello | Welcome | Rejected, *, version: int = VERSION) -> bytes:
-    """Encode a side's first packet."""
-    return _HEADER.pack(MAGIC, version) + _encoder.encode(message)
+def encode_greeting(message: Greeting, *, version: int = VERSION) -> bytes:
+    """Encode a side's first packet; refuse one that the other end would refuse."""
+    data = encode(message)
+    try:
+        _greeting.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ArgumentError(f"this {type(message).__name__} is out of bounds: {error}") from None
+    return _HEADER.pack(MAGIC, version) + data
 
 
-def decode_greeting(packet: memoryview | bytes) -> Hello | Welcome | Rejected:
+def decode_greeting(packet: memoryview | bytes) -> Greeting:
     """Decode the other side's first packet; another version is told apart from rubbish."""
     data = bytes(packet)
     if len(data) < _HEADER.size or data[:4] != MAGIC:

@@ -1,0 +1,87 @@
+"""Holdings: which peer holds which loan, and what that makes of the loan's slot.
+
+A loan drains when nobody holds it and nobody is waited for.  While all who hold it are *absent*,
+their link gone and their process alive, it is quarantined: only they can let go of it, by a late
+release or by dying (inv. 7).  Nothing here knows why a peer came to hold anything.
+"""
+
+from __future__ import annotations
+
+from asyncvmm._core.ledger import Peer, PeerState, Record
+from asyncvmm._core.loans import Loans
+from asyncvmm._core.slots import HELD, QUARANTINED
+
+
+class Holdings(Loans):
+    """Loans and the peers that hold them."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self.peers: dict[int, Peer] = {}
+        self._absent = 0  # peers whose link is gone while they hold something
+        self._dead: set[int] = set()  # dead peers whose fences some record still names
+
+    def fence_failed(self, record: Record) -> None:
+        """Quarantine a draining slot whose fence can no longer be asked: never free by guess.
+
+        It drains once more, now without their fences, when all who released it are dead.  What
+        nobody released stays: the fence that failed was the exporter's own.
+        """
+        self._check_use(record)
+        self.slots.move(record.slot, QUARANTINED)
+        self._drain_if_dead(record)
+
+    def _settle(self, peer: Peer, record: Record) -> None:
+        """Note that a peer holds a record no more; the caller has noted how that came."""
+        del peer.holds[record.slot]
+        record.holders.discard(peer.id)
+        self._review(record)
+        if peer.absent and not peer.holds:
+            self._close(peer)
+
+    def _review(self, record: Record) -> None:
+        """Put a published record's slot in the state that its holders ask for."""
+        if not record.holders and not record.waiting:
+            self._drain(record)
+        elif self._absent:
+            absent = not record.waiting and all(
+                self.peers[holder].absent for holder in record.holders
+            )
+            state = self.slots.states[record.slot]
+            if absent and state is HELD:
+                self.slots.move(record.slot, QUARANTINED)
+            elif not absent and state is QUARANTINED:
+                self.slots.move(record.slot, HELD)
+
+    def _miss(self, peer: Peer) -> None:
+        """Note that a peer's link is gone and its process is not."""
+        peer.state = PeerState.CLOSING
+        if not peer.holds:
+            self._close(peer)
+        elif not peer.absent:
+            peer.absent = True
+            self._absent += 1
+            for record in peer.holds.values():
+                self._review(record)
+
+    def _close(self, peer: Peer) -> None:
+        if peer.absent:
+            peer.absent = False
+            self._absent -= 1
+        peer.state = PeerState.CLOSED
+        self.peers.pop(peer.id, None)
+
+    def _bury(self, peer_id: int) -> None:
+        """Note that a process is gone, and with it every read that it had queued."""
+        records = list(self.records.values())
+        self._dead.add(peer_id)
+        self._dead &= {reader for record in records for reader, _ in record.released_by}
+        for record in records:
+            if self.slots.states[record.slot] is QUARANTINED:
+                self._drain_if_dead(record)
+
+    def _drain_if_dead(self, record: Record) -> None:
+        readers = record.released_by
+        if readers and not record.holders and all(peer in self._dead for peer, _ in readers):
+            record.released_by = ()
+            self._drain(record)

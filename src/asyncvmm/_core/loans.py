@@ -1,0 +1,70 @@
+"""Loans: the slots and bytes of one pool, and what they are lent for.
+
+Nothing here knows of peers.  A loan ends exactly once, published or given back (inv. 3); after
+either its slot drains, and is free when nothing touches its bytes any more (inv. 4).
+"""
+
+from __future__ import annotations
+
+from asyncvmm._core.allocator import Allocator
+from asyncvmm._core.ledger import Record
+from asyncvmm._core.slots import DRAINING, FILLING, FREE, SlotTable
+from asyncvmm._errors import LocalProtocolError
+from asyncvmm._types import SegmentInfo
+
+
+class Loans:
+    """Slots, bytes and the records that use them."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = SlotTable(slots)
+        self.bytes = Allocator()
+        self.records: dict[int, Record] = {}  # slot -> what uses it
+        self.draining: list[Record] = []  # to be drained by the caller after each input
+
+    def add_segment(self, segment: SegmentInfo, usable: int) -> None:
+        """Make a new segment's first ``usable`` bytes available."""
+        self.bytes.add_range(segment.start, usable)
+
+    def fits(self, nbytes: int) -> bool:
+        """Say whether a slot and a gap for one chunk are there now."""
+        return self.slots.free > 0 and self.bytes.largest_gap >= nbytes
+
+    def reserve(self, nbytes: int) -> Record | None:
+        """Take a slot and a chunk, or return None and change nothing."""
+        slots = self.slots
+        if not slots.free:
+            return None
+        start = self.bytes.allocate(nbytes)
+        if start is None:
+            return None
+        slot = slots.take()
+        record = self.records[slot] = Record(slot, slots.generations[slot], start, nbytes)
+        return record
+
+    def abandon(self, record: Record) -> None:
+        """End a loan unpublished (inv. 3); the device may still be writing, so it drains."""
+        self._check_loan(record)
+        self._drain(record)
+
+    def drained(self, record: Record) -> None:
+        """Free a slot and its bytes: every fence of what touched them is done (inv. 4)."""
+        self._check_use(record)
+        self.slots.move(record.slot, FREE)
+        del self.records[record.slot]
+        self.bytes.free(record.start, record.nbytes)
+
+    def _drain(self, record: Record) -> None:
+        self.slots.move(record.slot, DRAINING)
+        self.draining.append(record)
+
+    def _check_use(self, record: Record) -> None:
+        """Refuse a record whose slot has been freed, and perhaps lent again, since."""
+        if self.records.get(record.slot) is not record:
+            raise LocalProtocolError(f"{record!r} is over: its slot was freed before")
+
+    def _check_loan(self, record: Record) -> None:
+        """Refuse a loan that has ended, one way or the other."""
+        self._check_use(record)
+        if self.slots.states[record.slot] is not FILLING:
+            raise LocalProtocolError(f"{record!r} was published or given back before")
