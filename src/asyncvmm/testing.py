@@ -118,6 +118,8 @@ class FakeDevice:
 class HandDrivenExporterRegion(HostExporterRegion):
     """Host memory with events that the test finishes."""
 
+    fenced = True
+
     gpu: FakeDevice
 
     @property

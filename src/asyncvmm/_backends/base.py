@@ -38,6 +38,10 @@ class ExporterRegion(Protocol):
         """What a consumer must know before it maps anything."""
 
     @property
+    def fenced(self) -> bool:
+        """False where everything is done when made: no event is recorded and no fence given."""
+
+    @property
     def address(self) -> int:
         """First byte of the reserved address range, mapped readable and writable."""
 

@@ -37,6 +37,8 @@ class CudaExporterRegion:
     waits for them.
     """
 
+    fenced = True
+
     def __init__(self, mapping: DeviceRange, info: RegionInfo, properties: Any) -> None:
         self._range = mapping
         self._keepalive: Keepalive | None = mapping.keepalive()

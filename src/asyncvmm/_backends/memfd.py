@@ -41,6 +41,8 @@ class HostExporterRegion:
     waits for them.
     """
 
+    fenced = False
+
     def __init__(self, mapping: Mapping, info: RegionInfo) -> None:
         self._mapping: Mapping | None = mapping
         self._info = info

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Generator
 from typing import Literal
 
+from asyncvmm._core.ledger import Record
 from asyncvmm._errors import AsyncVMMError, DeliveryError
 from asyncvmm._types import Key, Outcome
 
@@ -22,42 +23,51 @@ class Acknowledgement:
     changes nothing else.
     """
 
-    __slots__ = ("_error", "_outcome", "_require", "_waiters", "key")
+    __slots__ = ("_done", "_error", "_record", "_require", "_waiters", "key")
 
     def __init__(self, key: Key, require: Require) -> None:
         self.key = key
         self._require = require
-        self._outcome: Outcome | None = None
+        self._done = False
+        self._record: Record | None = None  # once it is settled: who let go, and how
         self._error: AsyncVMMError | None = None
         self._waiters: list[asyncio.Future[None]] | None = None
 
     def done(self) -> bool:
         """Say whether the owner's memory is back."""
-        return self._outcome is not None or self._error is not None
+        return self._done
 
     @property
     def outcome(self) -> Outcome | None:
         """Who let go, and how; None while somebody has not."""
-        return self._outcome
+        return None if self._record is None else self._record.outcome
 
     def __await__(self) -> Generator[object, None, Outcome]:
         """Wait until it is done; wakes in the loop turn in which the last release arrives."""
-        if not self.done():
+        if not self._done:
             waiter = asyncio.get_running_loop().create_future()
             if self._waiters is None:
                 self._waiters = []
             self._waiters.append(waiter)
-            # Only the wake-up travels through the future: the outcome stays here (inv. 9).
-            yield from waiter
+            try:
+                # Only the wake-up travels through the future: the outcome stays here (inv. 9).
+                yield from waiter
+            except BaseException:
+                if self._waiters is not None:
+                    self._waiters.remove(waiter)
+                raise
         return self.result()
 
     def result(self) -> Outcome:
         """Return the outcome of an acknowledgement that is done, or raise as awaiting would."""
         if self._error is not None:
             raise self._error
-        outcome = self._outcome
-        if outcome is None:
+        record = self._record
+        if record is None:
             raise asyncio.InvalidStateError(f"owner {self.key!r} is not acknowledged yet")
+        outcome = record.outcome
+        if not record.refused and not record.lost:
+            return outcome
         short = (self._require == "all" and not outcome.complete) or (
             self._require == "any" and not outcome.released
         )
@@ -71,13 +81,14 @@ class Acknowledgement:
         return outcome
 
     def __repr__(self) -> str:
-        return f"<Acknowledgement {self.key!r} {self._outcome or 'pending'}>"
+        return f"<Acknowledgement {self.key!r} {self.outcome or self._error or 'pending'}>"
 
-    def _settle(self, outcome: Outcome | None, error: AsyncVMMError | None = None) -> None:
+    def _settle(self, record: Record | None, error: AsyncVMMError | None = None) -> None:
         """Finish it, once, and wake whoever waits."""
-        if self.done():
+        if self._done:
             return
-        self._outcome = outcome
+        self._done = True
+        self._record = record
         self._error = error
         if self._waiters is not None:
             for waiter in self._waiters:

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core import wire
 from asyncvmm._core.exporter import ExporterCore
-from asyncvmm._core.ledger import PeerState
-from asyncvmm._errors import AsyncVMMError, RemoteProtocolError
+from asyncvmm._core.ledger import Peer, PeerState
+from asyncvmm._errors import AsyncVMMError, PeerLostError, RemoteProtocolError
 from asyncvmm._exporter.access import Access
 from asyncvmm._exporter.connection import Connection
 from asyncvmm._exporter.handshake import Handshake
@@ -29,6 +29,10 @@ logger = logging.getLogger("asyncvmm.exporter")
 GREETING_SECONDS = 10.0
 """How long a connection may take to say hello.  It holds nothing until then, so this only bounds
 how many idle sockets a stranger can keep here."""
+
+DYING_SECONDS = 1.0
+"""How long a consumer may live without its socket before that is worth a word: the kernel closes
+a dying process's sockets before it tells of the death.  Its owners are quarantined at once."""
 
 HANG_UP_SECONDS = 1.0
 """How long a peer may take to hang up after the last word was sent to it."""
@@ -133,7 +137,7 @@ class Connections:
 
     def _on_end(self, conn: Connection, error: Exception | None) -> None:
         """The socket is gone; the process may live."""
-        if error is not None:
+        if error is not None and not isinstance(error, PeerLostError):
             logger.warning("dropped the link to %r: %s", conn, error)
         conn.stop_deadline()
         self._greeting.discard(conn)
@@ -145,17 +149,20 @@ class Connections:
         else:
             self._core.vanished(peer.id)
             if peer.holds:
-                logger.warning(
-                    "consumer %r (pid %s) lost its connection but lives; %d owners it holds are "
-                    "quarantined until it releases them or ends",
-                    peer.member,
-                    conn.identity.pid,
-                    len(peer.holds),
-                )
+                conn.deadline = self._loop.call_later(DYING_SECONDS, self._tell_absent, conn, peer)
             else:
                 self._forget(conn)
             self._pump()
             self.changed()
+
+    def _tell_absent(self, conn: Connection, peer: Peer) -> None:
+        logger.warning(
+            "consumer %r (pid %s) lost its connection but lives; %d owners it holds are "
+            "quarantined until it releases them or ends",
+            peer.member,
+            conn.identity.pid,
+            len(peer.holds),
+        )
 
     def _on_death(self, conn: Connection) -> None:
         """The process is gone: what it said last counts, the rest of its debts are lost."""

@@ -224,4 +224,5 @@ class open_exporter:
         )
         await exporter._copier.close()
         exporter._draining.close()
+        exporter._ended = True
         await asyncio.to_thread(exporter._region.close)

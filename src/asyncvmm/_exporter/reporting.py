@@ -16,7 +16,7 @@ from asyncvmm._exporter.statistics import (
 )
 
 if TYPE_CHECKING:
-    from asyncvmm._exporter.exporter import Exporter
+    from asyncvmm._exporter.lending import Lending as Exporter
 
 
 @dataclass(slots=True)

@@ -30,14 +30,12 @@ NAMES: dict[torch.dtype, tuple[str, int]] = {
 }
 
 
-class Plan:
-    """Features of one owner, laid out in one chunk of ``nbytes``."""
+class Layout:
+    """Where features of some shapes lie in a chunk of ``nbytes``; never changed, so shared."""
 
-    __slots__ = ("features", "nbytes", "sizes", "tensors")
+    __slots__ = ("features", "nbytes", "offsets", "sizes")
 
-    def __init__(
-        self, features: list[Feature], sizes: list[int], tensors: Sequence[Tensor] = ()
-    ) -> None:
+    def __init__(self, features: list[Feature], sizes: list[int]) -> None:
         if not features:
             raise ArgumentError("an owner needs at least one feature; got an empty mapping")
         if len(features) > MAX_FEATURES:
@@ -47,20 +45,54 @@ class Plan:
             )
         self.features = features
         self.sizes = sizes
-        self.tensors = tensors
+        self.offsets = offsets(sizes)
         self.nbytes = chunk_bytes(sizes)
 
-    @property
-    def offsets(self) -> list[int]:
-        """Where each feature starts, in bytes from the start of the chunk."""
-        return offsets(self.sizes)
+
+class Plan:
+    """Features of one owner, laid out, with the tensors to be copied in (none if reserved)."""
+
+    __slots__ = ("features", "nbytes", "offsets", "sizes", "tensors")
+
+    def __init__(self, layout: Layout, tensors: Sequence[Tensor] = ()) -> None:
+        self.features = layout.features
+        self.sizes = layout.sizes
+        self.offsets = layout.offsets
+        self.nbytes = layout.nbytes
+        self.tensors = tensors
+
+
+_layouts: dict[tuple[object, ...], Layout] = {}
+"""Layouts by names, dtypes and shapes: a producer sends the same few again and again."""
+
+_LAYOUTS = 512
+"""How many are kept; when they are more, all are forgotten, which costs a few microseconds each."""
 
 
 def plan_tensors(features: Mapping[str, Tensor]) -> Plan:
     """Describe tensors that are to be copied in; refuse what cannot be shared."""
+    if not isinstance(features, Mapping):
+        raise _no_mapping(features)
+    tensors = tuple(features.values())
+    try:
+        key = (*features, *[(tensor.dtype, tensor.shape) for tensor in tensors])
+        layout = _layouts.get(key)
+    except (AttributeError, TypeError):  # something is no tensor, or its name is no text
+        key, layout = (), None
+    if layout is None:
+        layout = _describe(features)
+        if len(_layouts) >= _LAYOUTS:
+            _layouts.clear()
+        _layouts[key] = layout
+    for tensor in tensors:
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            _describe(features)  # names the one
+    return Plan(layout, tensors)
+
+
+def _describe(features: Mapping[str, Tensor]) -> Layout:
     described = []
     sizes = []
-    tensors = []
     for name, tensor in _items(features):
         if not isinstance(tensor, torch.Tensor):
             raise InvalidTensorError(
@@ -73,8 +105,7 @@ def plan_tensors(features: Mapping[str, Tensor]) -> Plan:
             raise _refusal(name, tensor)
         described.append(Feature(name, found[0], tuple(tensor.shape)))
         sizes.append(tensor.numel() * found[1])
-        tensors.append(tensor)
-    return Plan(described, sizes, tensors)
+    return Layout(described, sizes)
 
 
 def plan_specs(features: Mapping[str, TensorSpec]) -> Plan:
@@ -96,16 +127,13 @@ def plan_specs(features: Mapping[str, TensorSpec]) -> Plan:
                 feature=name,
             )
         described.append(Feature(name, dtype, spec.shape))
-    return Plan(described, sizes)
+    return Plan(Layout(described, sizes))
 
 
 def _items(features: Mapping[str, object]) -> list[tuple[str, object]]:
     found: list[tuple[str, object]] = []
     if not isinstance(features, Mapping):
-        raise ArgumentError(
-            f"features must be a mapping of names to tensors, got a {type(features).__name__}; "
-            f"for one tensor give {{'name': tensor}}"
-        )
+        raise _no_mapping(features)
     name: object
     for name, feature in features.items():
         if not isinstance(name, str) or not 0 < len(name) <= 1024:
@@ -127,3 +155,10 @@ def _refusal(name: str, tensor: Tensor) -> InvalidTensorError:
             f"send the parts of a quantised tensor as features of their own"
         )
     return InvalidTensorError(f"feature {name!r} {why}", feature=name)
+
+
+def _no_mapping(features: object) -> ArgumentError:
+    return ArgumentError(
+        f"features must be a mapping of names to tensors, got a {type(features).__name__}; for "
+        f"one tensor give {{'name': tensor}}"
+    )
