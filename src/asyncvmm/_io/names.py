@@ -84,7 +84,7 @@ def _inside_private_folder(name: str, *, short: bool = False) -> str:
     folder = private_folder()
     address = os.path.join(folder, f"{name}.sock")
     if short or len(os.fsencode(address)) > ADDRESS_LIMIT:
-        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:24]
         address = os.path.join(folder, f"~{digest}.sock")
     size = len(os.fsencode(address))
     if size > ADDRESS_LIMIT:
