@@ -13,8 +13,9 @@ from asyncvmm._backends.base import ConsumerRegion
 from asyncvmm._consumer.lease import Lease
 from asyncvmm._consumer.leases import Leases
 from asyncvmm._consumer.lingering import Lingering
+from asyncvmm._consumer.loss import anew, loss
 from asyncvmm._consumer.owner import Batch
-from asyncvmm._consumer.statistics import ConsumerState
+from asyncvmm._consumer.statistics import ConsumerState, report
 from asyncvmm._core import wire
 from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._core.ledger import PeerState
@@ -120,26 +121,12 @@ class Consumer(ObjectReceiveStream[Batch]):
         if core.ended:
             raise EndOfStream(core.reason or "the exporter said goodbye")
         if self._lost is not None:
-            raise self._lost
+            raise anew(self._lost)
         return None
 
     def statistics(self) -> ConsumerState:
         """Return what this consumer has now."""
-        live = self._leases.live.values()
-        pinned = tuple(lease.frame.key for lease in live if lease.said)
-        return ConsumerState(
-            member=self.member,
-            device=self.device,
-            state="closed" if self._closed else self._core.state.value,
-            unread=len(self._core.inbox),
-            held=len(live),
-            viewed=len(pinned),
-            delivered=self._core.delivered,
-            released=self._core.released,
-            refused=self._core.refused,
-            waiting=len(self._waiters),
-            pinned=pinned,
-        )
+        return report(self)
 
     # -- what the link says ------------------------------------------------------------------
 
@@ -187,12 +174,12 @@ class Consumer(ObjectReceiveStream[Batch]):
     def _on_end(self, error: Exception | None) -> None:
         """The socket is gone: after a goodbye that is the end, otherwise the exporter is lost."""
         self._stop_watching()
-        if self._core.ended and error is None:
+        end = loss(error, "the exporter hung up without a goodbye")
+        if self._core.ended and isinstance(end, PeerLostError):
             self._core.state = PeerState.CLOSED
-        elif isinstance(error, AsyncVMMError):
-            self._lose(error)
+            self._pump()
         else:
-            self._lose(PeerLostError("the exporter hung up without a goodbye", peer="exporter"))
+            self._lose(end)
 
     def _on_death(self) -> None:
         if not self._link.closed:
@@ -208,6 +195,7 @@ class Consumer(ObjectReceiveStream[Batch]):
                 error.add_note(f"{unread} batches had been delivered and not received")
         self._lost = self._lost or error
         self._core.state = PeerState.CLOSED
+        self._pump()
         self._tell()
         self._wake_all()
 
@@ -244,12 +232,15 @@ class Consumer(ObjectReceiveStream[Batch]):
             await future
 
     def _pump(self) -> None:
-        outgoing = self._core.outgoing
+        core, outgoing = self._core, self._core.outgoing
         if outgoing:
             post = self._link.post
             for data in outgoing:
                 post(data)
             outgoing.clear()
+        idle = not core.inbox and not self._leases.live
+        if core.state is PeerState.CLOSED and self._attached and idle:
+            self._region.close()  # the last owner is back (inv. 15)
 
     def close(self) -> None:
         """Mark a forked child's copy as unusable; not for users: leave the ``async with``."""

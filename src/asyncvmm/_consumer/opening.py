@@ -7,15 +7,14 @@ import os
 from typing import NoReturn
 
 from asyncvmm._consumer.consumer import Consumer
+from asyncvmm._consumer.loss import loss
 from asyncvmm._core import wire
 from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._errors import (
     AccessDeniedError,
     ArgumentError,
-    AsyncVMMError,
     HandshakeError,
     LocalProtocolError,
-    PeerLostError,
     RankError,
     RemoteProtocolError,
     VersionMismatchError,
@@ -30,6 +29,9 @@ from asyncvmm._types import is_int
 
 FDS_PER_PACKET = 1
 """Each segment travels in a packet of its own (inv. 12)."""
+
+EARLY_LIMIT = 1 << 20
+"""Bytes that may wait for this end's memory to be ready: thousands of segments and no flood."""
 
 
 class connect:
@@ -105,7 +107,10 @@ class connect:
         )
         try:
             identity = identify(sock)
-            handshake.pidfd = identity.pidfd
+            if identity.pidfd is not None:
+                handshake.watch = DeathWatch(
+                    asyncio.get_running_loop(), identity.pidfd, handshake.on_death
+                )
             link.start()
             link.post(greeting)
             link.flush()
@@ -150,13 +155,14 @@ class _Handshake:
 
     def __init__(self, name: str) -> None:
         self.link: Link
-        self.pidfd: OwnedFd | None = None
+        self.watch: DeathWatch | None = None
         self._name = name
         self._consumer: Consumer | None = None
         self._answer: wire.Greeting | None = None
         self._error: Exception | None = None
         self._ended = False
         self._later: list[tuple[bytes, list[OwnedFd]]] = []
+        self._early = 0
         self._told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_packet(self, packet: memoryview, fds: list[OwnedFd]) -> None:
@@ -164,6 +170,11 @@ class _Handshake:
         if self._consumer is not None:
             self._consumer._on_packet(packet, fds)
         elif self._answer is not None:
+            self._early += len(packet)
+            if self._early > EARLY_LIMIT:
+                raise RemoteProtocolError(
+                    f"the exporter sent more than {EARLY_LIMIT:,} bytes before this end was ready"
+                )
             self._later.append((bytes(packet), fds[:]))
             fds.clear()
         else:
@@ -181,6 +192,16 @@ class _Handshake:
             self._consumer._on_end(error)
         self._tell()
 
+    def on_death(self) -> None:
+        """The exporter's process is gone, whatever its socket says: what it said last counts."""
+        if self._consumer is not None:
+            self._consumer._on_death()
+            return
+        if not self.link.closed:
+            self.link.read_pending()
+        self.link.abort()
+        self.on_end(None)
+
     def _tell(self) -> None:
         if not self._told.done():
             self._told.set_result(None)
@@ -192,18 +213,15 @@ class _Handshake:
             return self._answer
         if isinstance(self._answer, wire.Rejected):
             raise_rejection(self._answer)
-        if isinstance(self._error, AsyncVMMError):
-            raise self._error
-        raise PeerLostError(
-            f"the exporter {self._name!r} hung up during the handshake", peer="exporter"
-        )
+        if self._answer is not None:
+            raise RemoteProtocolError(
+                f"the exporter {self._name!r} answered a hello with a {type(self._answer).__name__}"
+            )
+        raise loss(self._error, f"the exporter {self._name!r} hung up during the handshake")
 
     def hand_over(self, consumer: Consumer) -> None:
         """Give the link to the consumer, with what came meanwhile, in order."""
-        pidfd, self.pidfd = self.pidfd, None
-        if pidfd is not None:
-            loop = asyncio.get_running_loop()
-            consumer._watch = DeathWatch(loop, pidfd, consumer._on_death)
+        consumer._watch, self.watch = self.watch, None
         self._consumer = consumer
         later, self._later = self._later, []
         for packet, fds in later:
@@ -219,8 +237,8 @@ class _Handshake:
         for _, fds in self._later:
             for fd in fds:
                 fd.close()
-        if self.pidfd is not None:
-            self.pidfd.close()
+        if self.watch is not None:
+            self.watch.close()
 
 
 def raise_rejection(message: wire.Rejected) -> NoReturn:
