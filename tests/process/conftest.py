@@ -1,0 +1,42 @@
+"""What the process tests share: a nursery, a folder of their own, and who looks what was left."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.process.harness import Nursery, Peers
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """The process that all others are forked from."""
+    with tempfile.TemporaryDirectory(prefix="avmm-") as folder:
+        nursery = Nursery(Path(folder))
+        yield nursery
+        nursery.close()
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for sockets and output; no name may be left in it, or in shared memory."""
+    before = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory(prefix="avmm-") as name:
+        folder = Path(name)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
+        yield folder
+        sockets = folder / "asyncvmm"
+        assert not sockets.exists() or os.listdir(sockets) == []
+        left = set(os.listdir("/dev/shm")) - before
+        assert not [name for name in left if "asyncvmm" in name]
+
+
+@pytest.fixture
+async def peers(nursery: Nursery, folder: Path) -> AsyncIterator[Peers]:
+    """Processes, all of which are gone when the test is over."""
+    async with Peers(nursery, folder) as peers:
+        yield peers

@@ -1,0 +1,195 @@
+"""What other processes can be told to do.  A step takes plain data and returns plain data."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import random
+import signal
+from typing import Any
+
+import asyncvmm
+from asyncvmm._types import Route
+from tests.process.harness import until
+from tests.process.patterns import features, note, wrong
+from tests.process.ports import PausingPort
+from tests.process.puppet import Me
+
+# -- an exporter -----------------------------------------------------------------------------
+
+
+async def open_exporter(
+    me: Me,
+    name: str,
+    ranks: int = 0,
+    options: dict[str, Any] | None = None,
+    points: list[str] | None = None,
+) -> None:
+    """Open an exporter: Broadcast to ``ranks``, or Compete for 0; stand still at ``points``."""
+    route: Route = asyncvmm.Broadcast(ranks) if ranks else asyncvmm.Compete()
+    settings = {"pool_bytes": "1MiB", "slots": 8, "device": "cpu", **(options or {})}
+    if points:
+        settings["_port"] = PausingPort(me.block, points)
+    me.exporter = await me.exits.enter_async_context(
+        asyncvmm.open_exporter(name, route=route, **settings)
+    )
+
+
+async def send(
+    me: Me, owners: list[int], generation: int = 0, nbytes: int = 1000, wait: bool = False
+) -> None:
+    """Send owners; ``wait`` for each acknowledgement."""
+    for owner in owners:
+        ack = await me.exporter.send(
+            features(owner, generation, nbytes), key=owner, metadata=note(owner, generation, nbytes)
+        )
+        me.acks.append(ack)
+        if wait:
+            await ack
+
+
+# -- a consumer ------------------------------------------------------------------------------
+
+
+async def connect(
+    me: Me,
+    name: str,
+    rank: int | None = None,
+    options: dict[str, Any] | None = None,
+    points: list[str] | None = None,
+) -> None:
+    """Connect; stand still at ``points``."""
+    settings = {"device": "cpu", "wait": True, **(options or {})}
+    if points:
+        settings["_port"] = PausingPort(me.block, points)
+    me.consumer = await me.exits.enter_async_context(asyncvmm.connect(name, rank=rank, **settings))
+
+
+async def take(me: Me, count: int) -> list[int]:
+    """Receive that many batches, check them, keep them; return the keys."""
+    keys: list[int] = []
+    for _ in range(count):
+        batch = await me.consumer.receive()
+        for owner in batch:
+            if problem := wrong(owner):
+                raise AssertionError(problem)
+            assert isinstance(owner.key, int)
+            keys.append(owner.key)
+        me.batches.append(batch)
+    return keys
+
+
+async def give_back(me: Me, count: int = -1) -> None:
+    """Release the oldest batches that were kept, all of them for -1; return once it is said."""
+    for _ in range(len(me.batches) if count < 0 else count):
+        me.batches.pop(0).release()
+    await asyncio.sleep(0)  # releases of one turn travel together
+
+
+async def give_back_and_die(me: Me) -> None:
+    """Release everything, put it on the socket, and die before anybody can answer."""
+    await give_back(me)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def receive_forever(me: Me) -> int:
+    """Receive, check and release until the stream ends; return how many owners there were."""
+    count = 0
+    async for batch in me.consumer:
+        for owner in batch:
+            if problem := wrong(owner):
+                raise AssertionError(problem)
+            count += 1
+        batch.release()
+        me.tell("received", count=count)
+    return count
+
+
+async def leave(me: Me) -> None:
+    """Leave whatever this process has opened."""
+    await me.exits.aclose()
+
+
+# -- traffic while others are killed -----------------------------------------------------------
+
+
+async def produce(me: Me, generation: int, seed: int, largest: int) -> None:
+    """Send owners of random sizes until told to stop; tell of every tenth."""
+    me.kept["stop"] = asyncio.Event()
+    chance = random.Random(seed)
+    sent = 0
+    while not me.kept["stop"].is_set():
+        await send(me, [sent], generation, chance.randrange(largest))
+        me.acks = [ack for ack in me.acks if not ack.done()]
+        sent += 1
+        if sent % 10 == 0:
+            me.tell("progress")
+
+
+async def finish(me: Me) -> list[int]:
+    """Stop producing, wait until everything is back; return the slots: in total, and free."""
+    me.kept["stop"].set()
+    await me.exporter.drain()
+    slots = me.exporter.statistics().slots
+    return [slots.total, slots.free]
+
+
+async def consume(me: Me, generation: int, seed: int) -> str:
+    """Receive, check, keep a few at random, until the stream ends; return how it ended."""
+    chance = random.Random(seed)
+    count = 0
+    try:
+        while True:
+            batch = await me.consumer.receive()
+            for owner in batch:
+                note: Any = owner.metadata
+                if note["generation"] != generation:
+                    raise AssertionError(f"{owner!r} is of generation {note['generation']}")
+                if problem := wrong(owner):
+                    raise AssertionError(problem)
+            me.batches.append(batch)
+            del batch, owner
+            while me.batches and chance.random() < 0.7:
+                me.batches.pop(chance.randrange(len(me.batches))).release()
+            if len(me.batches) > me.kept.get("most", 2):
+                me.batches.pop(0).release()
+            count += 1
+            if count % 10 == 0:
+                me.tell("progress")
+    except asyncvmm.EndOfStream:
+        ended = "end"
+    except asyncvmm.PeerLostError:
+        ended = "lost"
+    for kept in me.batches:
+        for owner in kept:
+            if problem := wrong(owner):
+                raise AssertionError(problem)
+    await give_back(me)
+    await me.exits.aclose()
+    return ended
+
+
+async def keep_nothing(me: Me) -> None:
+    """Have :func:`consume` keep nothing from now on."""
+    me.kept["most"] = 0
+    await give_back(me)
+
+
+async def free_of(me: Me, pid: int) -> None:
+    """Return once nothing in the exporter is owed by that process; a second must do."""
+    await until(lambda: all(c.pid != pid for c in me.exporter.statistics().consumers), seconds=1)
+
+
+# -- children of children ----------------------------------------------------------------------
+
+
+async def fork(me: Me, hooks: bool) -> int:
+    """Leave a child behind that does nothing; without hooks it keeps every socket of ours."""
+    libc = ctypes.CDLL(None)
+    pid = os.fork() if hooks else int(libc.fork())
+    if pid == 0:
+        libc.alarm(30)
+        while True:
+            libc.pause()
+    return pid
