@@ -102,10 +102,11 @@ def test_table_over_a_folder_of_images(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def running() -> Iterator[subprocess.Popen[str]]:
-    """A demo that would run for hours, with its first results behind it."""
+def running(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A demo that would run for hours, with one rank unless a test asks for more."""
+    ranks = getattr(request, "param", 1)
     process = subprocess.Popen(
-        command("--batches", "1000000"),
+        command("--batches", "1000000", "--ranks", str(ranks)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -117,8 +118,8 @@ def running() -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """Wait until both ranks of the demo have mapped the pool, and return their pids."""
+def ranks_of(process: subprocess.Popen[str], count: int = 1) -> list[int]:
+    """Wait until all ranks of the demo have mapped the pool, and return their pids."""
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.05)
@@ -128,7 +129,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
             for children in Path(f"/proc/{process.pid}/task").glob("*/children")
             for pid in children.read_text().split()
         ]
-        if len(pids) == 2 and all(has_mapped_pool(pid) for pid in pids):
+        if len(pids) == count and all(has_mapped_pool(pid) for pid in pids):
             return pids
 
 
@@ -145,9 +146,10 @@ def assert_nothing_left(ranks: list[int]) -> None:
     assert [pid for pid in ranks if Path(f"/proc/{pid}").exists()] == []
 
 
+@pytest.mark.parametrize("running", [2], indirect=True)
 def test_killed_rank_ends_the_demo_with_a_typed_error(running: subprocess.Popen[str]) -> None:
     """Kills the planted bug of a demo that waits for ever for a rank that is gone."""
-    ranks = ranks_of(running)
+    ranks = ranks_of(running, 2)
     os.kill(ranks[1], signal.SIGKILL)
     stdout, stderr = running.communicate(timeout=20)
     assert running.returncode == 1
@@ -180,7 +182,7 @@ def test_interruption_leaves_nothing_behind(
 
 
 def test_killed_demo_takes_its_ranks_along(running: subprocess.Popen[str]) -> None:
-    """Kills the planted bug of ranks that only their parent's orderly end would end."""
+    """Kills the planted bug of ranks that wait for ever for an exporter that was killed."""
     ranks = ranks_of(running)
     pidfds = [os.pidfd_open(pid) for pid in ranks]
     try:

@@ -42,7 +42,7 @@ class Plan:
 
 
 class RankOrder(msgspec.Struct, frozen=True):
-    """What a rank process is told, as one line of JSON on its standard input."""
+    """What a rank process is told, as JSON on its command line."""
 
     name: str
     device: str

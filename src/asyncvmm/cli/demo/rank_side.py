@@ -1,7 +1,7 @@
 """One rank: a process that attaches, runs its block on the views, and tells what came out.
 
-Started as ``python -m asyncvmm.cli.demo.rank_side``.  Its order comes as the first line of standard
-input; the end of standard input means that whoever started it is gone, and it leaves.
+Started as ``python -m asyncvmm.cli.demo.rank_side ORDER``.  It needs no watch over whoever started
+it: without an exporter it cannot attach, and when the exporter dies iteration raises.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Do what the order on standard input says; return the exit status."""
+    """Do what the order on the command line says; return the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankOrder)
+    order = msgspec.json.decode(sys.argv[1], type=RankOrder)
     try:
-        loops.run(_until_abandoned(order), order.loop)
-    except asyncio.CancelledError:
-        return 1  # abandoned: nobody reads what could be told
+        loops.run(work(order), order.loop)
     except asyncvmm.AsyncVMMError as error:
         tell(RankRecord(error=f"{type(error).__name__}: {error}"))
         return 1
@@ -40,17 +38,6 @@ def main() -> int:
 def tell(record: RankRecord) -> None:
     """Write one record; whoever started this process reads all the time."""
     os.write(1, msgspec.json.encode(record) + b"\n")
-
-
-async def _until_abandoned(order: RankOrder) -> None:
-    """Work until the exporter says goodbye, or until standard input ends."""
-    loop = asyncio.get_running_loop()
-    working = asyncio.create_task(work(order))
-    loop.add_reader(0, working.cancel)
-    try:
-        await working
-    finally:
-        loop.remove_reader(0)
 
 
 async def work(order: RankOrder) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -25,15 +25,7 @@ class RankProcess:
 
     @classmethod
     async def start(cls, plan: Plan, rank: int) -> RankProcess:
-        """Start the process and give it its order."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "asyncvmm.cli.demo.rank_side",
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-        )
+        """Start the process with its order."""
         order = RankOrder(
             name=plan.name,
             device=plan.rank_devices[rank],
@@ -42,11 +34,11 @@ class RankProcess:
             compete=plan.route == "compete",
             loop=plan.loop,
         )
-        started = cls(rank, process)
-        stdin = process.stdin
-        if stdin is not None:
-            stdin.write(msgspec.json.encode(order) + b"\n")
-        return started
+        command = [sys.executable, "-m", "asyncvmm.cli.demo.rank_side"]
+        process = await asyncio.create_subprocess_exec(
+            *command, msgspec.json.encode(order), stdin=DEVNULL, stdout=PIPE, stderr=PIPE
+        )
+        return cls(rank, process)
 
     async def watch(self) -> None:
         """Take in what the rank tells until it ends; raise if it did not end in order."""
@@ -77,8 +69,6 @@ class RankProcess:
             with contextlib.suppress(ProcessLookupError):  # it may have ended this moment
                 self.process.kill()
         await self.process.wait()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
 
 
 @contextlib.asynccontextmanager
