@@ -221,6 +221,9 @@ class Lending:
             counters.refused += len(record.refused)
             counters.lost += len(record.lost)
             ack._settle(record)
+        # Whoever keeps the acknowledgement keeps the outcome, not the packet; and no circle is
+        # left for the garbage collector.
+        record.acknowledgement = record.batch = None
         self._room.wake()
         if self._idle and not any(r.published for r in self._core.records.values()):
             idle, self._idle = self._idle, []
