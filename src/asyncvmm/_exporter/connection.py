@@ -12,7 +12,16 @@ from asyncvmm._io.liveness import DeathWatch, PeerIdentity
 class Connection:
     """One consumer's socket."""
 
-    __slots__ = ("attaching", "deadline", "identity", "link", "peer", "segments", "watch")
+    __slots__ = (
+        "attaching",
+        "deadline",
+        "identity",
+        "link",
+        "peer",
+        "rejected",
+        "segments",
+        "watch",
+    )
 
     def __init__(self, identity: PeerIdentity) -> None:
         self.identity = identity
@@ -21,6 +30,7 @@ class Connection:
         self.watch: DeathWatch | None = None
         self.deadline: asyncio.TimerHandle | None = None
         self.attaching = False
+        self.rejected = False
         self.segments: set[int] = set()  # those it was sent
 
     def __repr__(self) -> str:

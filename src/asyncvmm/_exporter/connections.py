@@ -23,6 +23,7 @@ from asyncvmm._exporter.connection import Connection
 from asyncvmm._exporter.handshake import Handshake
 from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch, PeerIdentity
+from asyncvmm._types import SegmentInfo
 
 logger = logging.getLogger("asyncvmm.exporter")
 
@@ -89,6 +90,8 @@ class Connections:
             conn.deadline = self._loop.call_later(GREETING_SECONDS, self._drop, conn)
 
     def _on_packet(self, conn: Connection, packet: memoryview) -> None:
+        if conn.rejected:
+            return
         if conn.peer is None:
             self.handshake.greet(conn, packet)
             return
@@ -127,7 +130,8 @@ class Connections:
 
     def _on_reject(self, conn: Connection) -> None:
         conn.stop_deadline()
-        self._spawn(self._hang_up(conn))
+        conn.rejected = True  # it may not try again on this connection
+        self._spawn(conn, self._hang_up(conn))
 
     async def _hang_up(self, conn: Connection) -> None:
         await conn.link.finish(HANG_UP_SECONDS)
@@ -196,18 +200,30 @@ class Connections:
             self.open.pop(conn.peer.id, None)
         conn.close()
 
-    def _spawn(self, work: Awaitable[None]) -> None:
-        async def guarded() -> None:
-            try:
-                await work
-            except AsyncVMMError as error:
-                logger.warning("a handshake failed: %s", error)
-
-        task = self._loop.create_task(guarded())
+    def _spawn(self, conn: Connection, work: Awaitable[None]) -> None:
+        task = self._loop.create_task(self._guard(conn, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def _guard(self, conn: Connection, work: Awaitable[None]) -> None:
+        """Do something for one consumer; where that fails its link ends, and nothing else."""
+        try:
+            await work
+        except AsyncVMMError as error:
+            if conn.link.closed:
+                logger.info("nothing more is done for %r: %s", conn, error)
+                return
+            conn.link.abort()
+            self._on_end(conn, error)
+
     # -- for the exporter --------------------------------------------------------------------
+
+    async def share(self, segment: SegmentInfo) -> None:
+        """Send a new segment to every consumer that is open; the others get it as they open."""
+        for conn in list(self.open.values()):
+            has = segment.index in conn.segments
+            if not has and conn.peer is not None and conn.peer.state is PeerState.OPEN:
+                await self._guard(conn, self.handshake.send_segment(conn, segment))
 
     def attached(self) -> int:
         """Return how many consumers are open now."""

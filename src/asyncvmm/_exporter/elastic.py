@@ -15,8 +15,7 @@ from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core import wire
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.layout import aligned
-from asyncvmm._core.ledger import PeerState
-from asyncvmm._errors import BackendError
+from asyncvmm._errors import ArgumentError, BackendError
 from asyncvmm._exporter.connections import Connections
 from asyncvmm._types import SegmentInfo
 
@@ -79,14 +78,11 @@ class Elastic:
         size = min(left, max(nbytes, self.pool_bytes))
         try:
             segment = await asyncio.to_thread(self._region.grow, size)
-            for conn in list(self._connections.open.values()):
-                # A consumer that is being welcomed gets every segment there.
-                if conn.peer is not None and conn.peer.state is PeerState.OPEN:
-                    await self._connections.handshake.send_segment(conn, segment)
+            await self._connections.share(segment)
             self._add(segment, min(segment.nbytes, left))
             self.grown += 1
             logger.info("the pool grew by %d bytes to %d", size, self._core.bytes.capacity)
-        except BackendError as error:
+        except (BackendError, ArgumentError) as error:
             # The waiter waits on for memory that comes back; told once, not at every wait.
             self._failed = True
             logger.warning("the pool cannot grow and stays at its size: %s", error)

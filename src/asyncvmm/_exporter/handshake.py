@@ -46,7 +46,7 @@ class Handshake:
         *,
         consumer_count: int,
         debug: bool,
-        spawn: Callable[[Awaitable[None]], None],
+        spawn: Callable[[Connection, Awaitable[None]], None],
         admitted: Callable[[Connection], None],
         opened: Callable[[Connection], None],
         rejected: Callable[[Connection], None],
@@ -93,7 +93,7 @@ class Handshake:
             self._reject(conn, error)
         else:
             self._admitted(conn)
-            self._spawn(self._welcome(conn, conn.peer))
+            self._spawn(conn, self._welcome(conn, conn.peer))
 
     def _check(self, hello: wire.Hello) -> None:
         info = self._region.info
@@ -137,7 +137,7 @@ class Handshake:
             )
         conn.attaching = True
         assert conn.peer is not None
-        self._spawn(self._open(conn, conn.peer))
+        self._spawn(conn, self._open(conn, conn.peer))
 
     async def _open(self, conn: Connection, peer: Peer) -> None:
         """Begin deliveries, with what waited for this member."""
