@@ -30,9 +30,6 @@ from asyncvmm._types import is_int
 FDS_PER_PACKET = 1
 """Each segment travels in a packet of its own (inv. 12)."""
 
-EARLY_LIMIT = 1 << 20
-"""Bytes that may wait for this end's memory to be ready: thousands of segments and no flood."""
-
 
 class connect:
     """Attach to an exporter: ``async with connect("vision", rank=0) as consumer``.
@@ -151,7 +148,11 @@ class connect:
 
 
 class _Handshake:
-    """Reads the answer to a hello; what comes behind it waits until there is a consumer."""
+    """Reads the answer to a hello, and then nothing until there is a consumer to read the rest.
+
+    What the exporter sends meanwhile waits in the kernel, with its descriptors: they take none of
+    ours until each can be mapped and closed.
+    """
 
     def __init__(self, name: str) -> None:
         self.link: Link
@@ -161,27 +162,21 @@ class _Handshake:
         self._answer: wire.Greeting | None = None
         self._error: Exception | None = None
         self._ended = False
-        self._later: list[tuple[bytes, list[OwnedFd]]] = []
-        self._early = 0
         self._told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_packet(self, packet: memoryview, fds: list[OwnedFd]) -> None:
-        """Take the greeting, keep or pass on the rest."""
+        """Take the greeting, or pass the packet on.
+
+        Between the two only a link that is lost is read, and what it says is of no use.
+        """
         if self._consumer is not None:
             self._consumer._on_packet(packet, fds)
-        elif self._answer is not None:
-            self._early += len(packet)
-            if self._early > EARLY_LIMIT:
-                raise RemoteProtocolError(
-                    f"the exporter sent more than {EARLY_LIMIT:,} bytes before this end was ready"
-                )
-            self._later.append((bytes(packet), fds[:]))
-            fds.clear()
-        else:
+        elif self._answer is None and self._error is None:
             try:
                 self._answer = wire.decode_greeting(packet)
             except (VersionMismatchError, RemoteProtocolError) as error:
                 self._error = error
+            self.link.pause()
             self._tell()
 
     def on_end(self, error: Exception | None) -> None:
@@ -220,23 +215,19 @@ class _Handshake:
         raise loss(self._error, f"the exporter {self._name!r} hung up during the handshake")
 
     def hand_over(self, consumer: Consumer) -> None:
-        """Give the link to the consumer, with what came meanwhile, in order."""
+        """Give the link to the consumer, and read on."""
         consumer._watch, self.watch = self.watch, None
         self._consumer = consumer
-        later, self._later = self._later, []
-        for packet, fds in later:
-            consumer._on_packet(packet, fds)
         if self._ended:
             consumer._on_end(self._error)
+        else:
+            self.link.start()
 
     def give_up(self) -> None:
         """Keep nothing."""
         if self._consumer is not None:
             self._consumer._stop_watching()
         self.link.abort()
-        for _, fds in self._later:
-            for fd in fds:
-                fd.close()
         if self.watch is not None:
             self.watch.close()
 

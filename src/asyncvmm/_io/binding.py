@@ -27,6 +27,7 @@ from asyncvmm._errors import (
 from asyncvmm._fds import OwnedFd, close_after_fork
 from asyncvmm._io.liveness import peer_credentials
 from asyncvmm._io.names import Address
+from asyncvmm._io.packets import descriptor_limit
 
 Node: TypeAlias = tuple[int, int]
 """Device and inode of a socket's node: what tells ours from a later one of the same name."""
@@ -39,8 +40,16 @@ _LOCK_PAUSE = 0.005
 
 
 def new_socket() -> socket.socket:
-    """Return a non-blocking SEQPACKET socket that no forked child keeps."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Return a non-blocking SEQPACKET socket that no forked child keeps.
+
+    Raises DescriptorLimitError if this process may not have another descriptor.
+    """
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        if error.errno in {errno.EMFILE, errno.ENFILE}:
+            raise descriptor_limit() from error
+        raise
     sock.setblocking(False)
     return close_after_fork(sock)
 
@@ -170,6 +179,8 @@ def _translated(error: OSError, address: Address) -> AsyncVMMError:
         )
     if error.errno in {errno.EACCES, errno.EPERM}:
         return _denied(address)
+    if error.errno in {errno.EMFILE, errno.ENFILE}:
+        return descriptor_limit()
     return HandshakeError(
         f"{address.display!r} cannot be taken as a name: {error}; choose another",
         reason="bind",

@@ -87,8 +87,12 @@ class Link:
         return self._closed
 
     def start(self) -> None:
-        """Begin to read.  The reader stays registered until the end."""
+        """Begin to read, or go on after a pause.  The reader stays registered until the end."""
         self._loop.add_reader(self._fd, self._on_readable)
+
+    def pause(self) -> None:
+        """Read nothing more until :meth:`start`: the kernel keeps what comes, and bounds it."""
+        self._loop.remove_reader(self._fd)
 
     def post(self, message: bytes, fds: Sequence[OwnedFd] = ()) -> None:
         """Queue one message, with its descriptors if it has any.
