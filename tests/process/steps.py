@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import random
+import resource
 import signal
 from typing import Any
 
@@ -193,3 +194,48 @@ async def fork(me: Me, hooks: bool) -> int:
         while True:
             libc.pause()
     return pid
+
+
+# -- limits and users --------------------------------------------------------------------------
+
+
+async def use_up_descriptors(me: Me, left: int) -> int:
+    """Open files until ``left`` more may be opened; return the limit."""
+    limit = len(os.listdir("/proc/self/fd")) + 20
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+    files: list[int] = []
+    me.kept["files"] = files
+    while True:
+        try:
+            files.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            break
+    for _ in range(left):
+        os.close(files.pop())
+    return limit
+
+
+async def give_descriptors_back(me: Me) -> None:
+    """Undo :func:`use_up_descriptors`."""
+    for number in me.kept.pop("files"):
+        os.close(number)
+
+
+async def become(me: Me, uid: int, gid: int) -> None:
+    """Be another user from now on."""
+    os.setgroups([])
+    os.setgid(gid)
+    os.setuid(uid)
+
+
+async def close_socket(me: Me) -> None:
+    """Close the consumer's socket behind its back, as a careless library might."""
+    os.close(me.consumer._link._fd)
+
+
+async def statistics(me: Me) -> dict[str, int]:
+    """Return the numbers of this process's consumer."""
+    state = me.consumer.statistics()
+    return {"held": state.held, "viewed": state.viewed, "unread": state.unread}

@@ -1,0 +1,228 @@
+"""At the open-file limit, and as another user."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncvmm
+from tests.process import steps
+from tests.process.harness import Peer, Peers, Raised, until
+from tests.process.patterns import features, note
+
+NOBODY = 65534
+
+
+async def flows(exporter: asyncvmm.Exporter, consumer: Peer, owner: int = 1) -> None:
+    """Show that a batch goes through."""
+    ack = await exporter.send(features(owner, 0, 500), key=owner, metadata=note(owner, 0, 500))
+    assert await consumer.call(steps.take, 1) == [owner]
+    await consumer.call(steps.give_back)
+    assert (await ack).complete
+
+
+# -- the consumer at its limit -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+async def test_a_consumer_at_its_limit_is_told_the_limit_and_can_connect_later(
+    peers: Peers, left: int
+) -> None:
+    """No descriptor left for its socket, for the pidfd, or for the pool (field report 33).
+
+    Kills: a lost descriptor that is noticed as something else, or not at all, and descriptors
+    that stay open after the error.
+    """
+    async with asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB") as exporter:
+        consumer = peers.start()
+        limit = await consumer.call(steps.use_up_descriptors, left)
+        before = consumer.counters().descriptors
+        with pytest.raises(Raised) as caught:
+            await consumer.call(steps.connect, "pool", 0)
+        assert caught.value.kind == "DescriptorLimitError"
+        assert caught.value.facts == {"limit": limit, "used": limit}
+        assert f"{limit} of {limit}" in caught.value.text
+        assert consumer.counters().descriptors == before
+        await until(lambda: not exporter.statistics().consumers)
+        await consumer.call(steps.give_descriptors_back)
+        await consumer.call(steps.connect, "pool", 0)
+        await flows(exporter, consumer)
+
+
+async def test_three_descriptors_are_enough_for_a_pool_of_any_number_of_segments(
+    peers: Peers,
+) -> None:
+    """Socket, pidfd, and one descriptor at a time while mapping; none per batch (report 33).
+
+    Kills: descriptors of segments that stay open once mapped, and one more per batch.
+    """
+    options: dict[str, Any] = {"pool_bytes": 4096, "max_pool_bytes": 6 * 4096, "slots": 8}
+    async with asyncvmm.open_exporter("pool", device="cpu", **options) as exporter:
+        loans = []
+        for _ in range(6):
+            loan = exporter.reserve({"x": asyncvmm.TensorSpec((4096,), "uint8")})
+            await loan.__aenter__()
+            loans.append(loan)
+        assert exporter.statistics().segments == 6
+        for loan in loans:
+            await loan.__aexit__(None, None, None)
+        consumer = peers.start()
+        await consumer.call(steps.use_up_descriptors, 3)
+        await consumer.call(steps.connect, "pool", 0)
+        assert consumer.counters().mappings == 6
+        before = consumer.counters().descriptors
+        for owner in range(20):
+            await flows(exporter, consumer, owner)
+        assert consumer.counters().descriptors == before
+        await consumer.call(steps.leave)
+
+
+# -- the exporter at its limit -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", [0, 1])
+async def test_an_exporter_at_its_limit_lets_consumers_wait(peers: Peers, left: int) -> None:
+    """Those who are attached go on; a newcomer waits, or is told, and comes in later.
+
+    With none left it cannot accept, with one it cannot watch over the newcomer's life.  Kills: a
+    loop that spins on a backlog it cannot accept from, one line for each try.
+    """
+    host = peers.start()
+    await host.call(steps.open_exporter, "pool", 2)
+    async with asyncvmm.connect("pool", device="cpu", rank=0) as attached:
+        await host.call(steps.use_up_descriptors, left)
+        newcomer = asyncio.ensure_future(come_in("pool", 1))
+        await until(lambda: len(host.printed) > 0)
+        await host.call(steps.send, [1])
+        (await attached.receive()).release()
+        assert not newcomer.done()
+        assert len(host.printed) == 1
+        await host.call(steps.give_descriptors_back)
+        async with asyncio.timeout(5):
+            consumer = await newcomer
+        (await consumer.receive()).release()
+        await consumer.aclose()
+    await host.call(steps.leave)
+
+
+async def come_in(name: str, rank: int) -> asyncvmm.Consumer:
+    """Connect; an exporter that hangs up on us for want of descriptors is tried again."""
+    while True:
+        try:
+            return await asyncvmm.connect(name, device="cpu", rank=rank).__aenter__()
+        except asyncvmm.PeerLostError:
+            await asyncio.sleep(0.05)
+
+
+async def test_an_exporter_that_cannot_export_hangs_up_and_goes_on(peers: Peers) -> None:
+    """Two descriptors left: it can accept and watch, but not duplicate the pool's.
+
+    Kills: a failed handshake that leaves the consumer waiting, and its rank taken.
+    """
+    host = peers.start()
+    await host.call(steps.open_exporter, "pool", 2)
+    async with asyncvmm.connect("pool", device="cpu", rank=0) as attached:
+        await host.call(steps.use_up_descriptors, 2)
+        with pytest.raises(asyncvmm.PeerLostError):
+            async with asyncio.timeout(5), asyncvmm.connect("pool", device="cpu", rank=1):
+                pass
+        await until(lambda: len(host.printed) > 0)
+        assert "EMFILE" in host.printed[0]
+        assert len(host.printed) == 1
+        await host.call(steps.give_descriptors_back)
+        async with asyncvmm.connect("pool", device="cpu", rank=1) as second:
+            await host.call(steps.send, [1])
+            (await attached.receive()).release()
+            (await second.receive()).release()
+    await host.call(steps.leave)
+
+
+# -- another user --------------------------------------------------------------------------------
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+
+def shared_name(kind: str, folder: Path) -> str:
+    """Return a name that other users can reach."""
+    if kind == "abstract":
+        return f"@asyncvmm-test-{os.getpid()}"
+    folder.chmod(0o755)
+    shared = folder / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    return str(shared / "pool")
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["path", "abstract"])
+async def test_another_user_is_refused_and_costs_nothing(
+    peers: Peers, folder: Path, kind: str
+) -> None:
+    """The kernel's word decides, before any descriptor is sent (field report 54).
+
+    Kills: a node that others may open, an identity taken from the hello, a refused connection
+    that still takes the rank.
+    """
+    name = shared_name(kind, folder)
+    async with asyncvmm.open_exporter(name, device="cpu", pool_bytes="64KiB") as exporter:
+        stranger, friend = peers.start(), peers.start()
+        await stranger.call(steps.become, NOBODY, NOBODY)
+        for _ in range(3):
+            with pytest.raises(Raised) as caught:
+                await stranger.call(steps.connect, name, 0)
+            assert caught.value.kind == "AccessDeniedError"
+        assert f"user {NOBODY}" in caught.value.text
+        assert caught.value.facts.get("uid") == (NOBODY if kind == "abstract" else -1)
+        assert exporter.statistics().consumers == ()
+        await friend.call(steps.connect, name, 0)
+        await flows(exporter, friend)
+
+
+@needs_root
+async def test_another_user_comes_in_where_it_is_allowed(peers: Peers) -> None:
+    """By number or by group, and then no other user does (field report 54)."""
+    name = f"@asyncvmm-test-{os.getpid()}"
+    access: dict[str, Any] = {"allow_uids": [NOBODY - 1], "allow_gids": [NOBODY - 2]}
+    async with asyncvmm.open_exporter(name, device="cpu", pool_bytes="64KiB", **access) as exporter:
+        for uid, gid in ((NOBODY - 1, NOBODY), (NOBODY, NOBODY - 2)):
+            friend = peers.start()
+            await friend.call(steps.become, uid, gid)
+            await friend.call(steps.connect, name, 0)
+            await flows(exporter, friend)
+            await friend.call(steps.leave)
+        stranger = peers.start()
+        await stranger.call(steps.become, NOBODY, NOBODY)
+        with pytest.raises(Raised, match="AccessDeniedError"):
+            await stranger.call(steps.connect, name, 0)
+
+
+@needs_root
+async def test_another_users_name_cannot_be_taken(peers: Peers, folder: Path) -> None:
+    """Kills: a stale look at a node of another user that ends in its removal (report 6)."""
+    name = shared_name("path", folder)
+    async with asyncvmm.open_exporter(name, device="cpu", pool_bytes="64KiB") as exporter:
+        stranger, friend = peers.start(), peers.start()
+        await stranger.call(steps.become, NOBODY, NOBODY)
+        with pytest.raises(Raised) as caught:
+            await stranger.call(steps.open_exporter, name, 1)
+        assert caught.value.kind in {"AccessDeniedError", "NameInUseError"}
+        await friend.call(steps.connect, name, 0)
+        await flows(exporter, friend)
+
+
+async def test_a_secret_is_asked_for_and_never_told(peers: Peers) -> None:
+    """Kills: a wrong secret that is let in, and one that shows in an error or a log."""
+    options: dict[str, Any] = {"pool_bytes": "64KiB", "secret": "open sesame"}
+    async with asyncvmm.open_exporter("pool", device="cpu", **options) as exporter:
+        consumer = peers.start()
+        for secret in ("", "open sesam", "open sesame!"):
+            with pytest.raises(Raised) as caught:
+                await consumer.call(steps.connect, "pool", 0, {"secret": secret})
+            assert caught.value.kind == "AccessDeniedError"
+            assert "sesame" not in caught.value.text
+        await consumer.call(steps.connect, "pool", 0, {"secret": "open sesame"})
+        await flows(exporter, consumer)
