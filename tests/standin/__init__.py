@@ -146,6 +146,14 @@ class Standin:
         """From now on, a recorded event is done after so many queries."""
         self._library.standin_hold_queries(queries)
 
+    def slow_queries(self, microseconds: int) -> None:
+        """Have each query take so long."""
+        self._library.standin_slow_queries(microseconds)
+
+    def pulled(self) -> int:
+        """Return how many events were destroyed while they were being asked."""
+        return int(self._library.standin_pulled())
+
     def capture(self, on: bool) -> None:
         """Have a graph captured in another thread."""
         self._library.standin_capture(int(on))
@@ -183,6 +191,7 @@ class Standin:
         self.fail(0, 0)
         self.hold(False)
         self.hold_queries(0)
+        self.slow_queries(0)
         self.capture(False)
         self.strict_streams(False)
         self.devices(os.environ.get("STANDIN_DEVICES", "0"))

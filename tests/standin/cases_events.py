@@ -292,10 +292,15 @@ def test_destroying_waits_for_a_query_in_another_thread(
             wrong.append(error)
 
     thread = threading.Thread(target=watch)
+    driver.slow_queries(500)
     thread.start()
-    for _ in range(300):
+    for _ in range(20):
         exporter.open_release(1, 0, handle)
+        asked = driver.calls("cuEventQuery")
+        while driver.calls("cuEventQuery") == asked and thread.is_alive():
+            pass
         exporter.forget_peer(1)
     stop.set()
     thread.join()
     assert wrong == []
+    assert driver.pulled() == 0

@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import signal
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -168,6 +169,29 @@ def test_a_mapping_outlives_the_reads_that_are_still_queued(
     join_unmapping()
     assert driver.ledger().mappings == 1
     assert fence.done()
+
+
+def test_an_exporter_waits_for_what_it_recorded(driver: Standin) -> None:
+    """Planted bug: close returns while the producer's kernel still writes to the pool."""
+    exporter = CudaExporterRegion.create(0, GRANULE, GRANULE, SLOTS)
+    driver.hold()
+    exporter.record_ready(0, STREAM)
+    finished: list[bool] = []
+
+    def finish_once_waited_for() -> None:
+        while not driver.calls("cuEventSynchronize") > before:
+            pass
+        finished.append(True)
+        driver.finish()
+
+    before = driver.calls("cuEventSynchronize")
+    thread = threading.Thread(target=finish_once_waited_for)
+    thread.start()
+    exporter.close()
+    held = driver.ledger()
+    thread.join()
+    assert held == Ledger()
+    assert finished == [True]
 
 
 def test_reads_without_a_release_are_waited_for(

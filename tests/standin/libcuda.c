@@ -95,6 +95,7 @@ static uint64_t calls, fail_at;
 static const char *failed = "";
 static int fail_code, hold, capturing, broken_captures, strict_streams, forked_calls;
 static int64_t hold_queries;
+static int slow_queries, pulled;
 static char journal[1 << 16];
 static size_t journal_length;
 
@@ -629,6 +630,12 @@ CUresult cuEventQuery(void *event) {
     Opening *o = opening_of(event);
     if (!o) FAIL(INVALID_HANDLE);
     Event *e = &shared->event[o->event];
+    if (slow_queries) {
+        unlock_all();
+        usleep((useconds_t)slow_queries);
+        lock_all();
+        if (!o->used || &shared->event[o->event] != e) pulled++;
+    }
     if (e->queries_left > 0) e->queries_left--;
     r = done(o->event, e->recorded) ? OK : NOT_READY;
     LEAVE;
@@ -702,6 +709,9 @@ void standin_finish(void) {
 }
 /* From now on, an event is done at the earliest after so many queries. */
 void standin_hold_queries(int64_t queries) { hold_queries = queries; }
+/* A query takes so many microseconds; how many events were destroyed under one? */
+void standin_slow_queries(int us) { slow_queries = us; }
+int standin_pulled(void) { return pulled; }
 /* A graph is being captured in another thread: count what would break it. */
 void standin_capture(int on) { capturing = on; }
 int standin_broken_captures(void) { return broken_captures; }
