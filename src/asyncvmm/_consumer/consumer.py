@@ -115,6 +115,7 @@ class Consumer(ObjectReceiveStream[Batch]):
             assert frames is not None
             if core.outgoing:
                 self._pump()
+                self._link.flush()  # told before it is begun: nobody else may begin it
             return Batch(self._leases.lease(frames), self._leases)
         if self._closed:
             raise ClosedError("this consumer was closed")
