@@ -94,6 +94,12 @@ async def give_back_and_die(me: Me) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+async def take_and_die(me: Me) -> None:
+    """Receive a batch and die in the same turn of the loop, as a crash in the work on it would."""
+    await me.consumer.receive()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 async def receive_forever(me: Me) -> int:
     """Receive, check and release until the stream ends; return how many owners there were."""
     count = 0

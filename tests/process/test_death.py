@@ -299,6 +299,25 @@ async def test_what_a_dead_competitor_had_not_taken_goes_to_another(peers: Peers
         ]
 
 
+async def test_a_batch_that_was_begun_is_never_begun_again(peers: Peers) -> None:
+    """Die in the loop turn in which the batch was received: it is lost, not another's.
+
+    Kills: a credit that is given back with the turn's other messages, after the work has begun.
+    """
+    async with open_exporter("pool", 0) as exporter:
+        first, second = peers.start(), peers.start()
+        await first.call(steps.connect, "pool", None, {"member": "first"})
+        acks = [await send(exporter, owner, require="none") for owner in range(2)]
+        first.begin(steps.take_and_die)
+        await second.call(steps.connect, "pool", None, {"member": "second"})
+        assert await second.call(steps.take, 1) == [1]
+        await second.call(steps.give_back)
+        async with asyncio.timeout(PROMPTLY):
+            outcomes = [await ack for ack in acks]
+        lost, other = asyncvmm.Outcome(lost=("first",)), asyncvmm.Outcome(released=("second",))
+        assert outcomes == [lost, other]
+
+
 # -- the exporter goes first ---------------------------------------------------------------------
 
 

@@ -1,0 +1,236 @@
+"""Consumers that stand still, or lose their socket, while their process lives."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import asyncvmm
+from tests.process import steps
+from tests.process.harness import Peers, turns, until
+from tests.process.patterns import features, note
+
+PROMPTLY = 1.0
+"""Seconds within which the end of a process must have been acted upon."""
+
+
+def open_exporter(ranks: int, **options: Any) -> asyncvmm.open_exporter:
+    route = asyncvmm.Broadcast(ranks) if ranks else asyncvmm.Compete()
+    options = {"pool_bytes": "64KiB", "slots": 6, **options}
+    return asyncvmm.open_exporter("pool", device="cpu", route=route, **options)
+
+
+async def send(exporter: asyncvmm.Exporter, owner: int) -> asyncvmm.Acknowledgement:
+    data = features(owner, 0, 500)
+    return await exporter.send(data, key=owner, metadata=note(owner, 0, 500), require="none")
+
+
+def holding(exporter: asyncvmm.Exporter) -> dict[Any, int]:
+    """Return how many owners each consumer holds, by name."""
+    return {each.member: each.holding for each in exporter.statistics().consumers}
+
+
+@pytest.mark.parametrize("end", ["cont", "kill"])
+async def test_a_stopped_competitor_costs_its_share_and_nothing_else(
+    peers: Peers, end: str
+) -> None:
+    """Stop one of two under load: the other gets everything else (field reports 12, 26).
+
+    Kills: a batch that waits for a consumer which does not take what it has, and a stopped
+    consumer that is taken for a dead one.
+    """
+    async with open_exporter(0) as exporter:
+        first, second = peers.start(), peers.start()
+        await first.call(steps.connect, "pool", None, {"member": "first", "prefetch": 2})
+        await second.call(steps.connect, "pool", None, {"member": "second", "prefetch": 2})
+        stopped = [await send(exporter, owner) for owner in range(4)]
+        await first.call(steps.take, 1)
+        await second.call(steps.take, 2)
+        first.stop()
+        await second.call(steps.give_back)
+        serving = second.begin(steps.receive_forever)
+        for owner in range(4, 60):  # ten times as many as there are slots
+            await send(exporter, owner)
+        await until(lambda: holding(exporter)["second"] == 0)
+        statistics = exporter.statistics()
+        assert holding(exporter)["first"] <= 3
+        assert statistics.slots.quarantined == 0  # it has its socket, and it lives
+        if end == "cont":
+            first.cont()
+            left = await first.call(steps.statistics)
+            await first.call(steps.take, left["unread"])
+            await first.call(steps.give_back)
+        else:
+            await first.killed()
+        async with asyncio.timeout(PROMPTLY):
+            outcomes = [await ack for ack in stopped]
+            await exporter.drain()
+        assert all(outcome.released or outcome.lost for outcome in outcomes)
+        assert any(outcome.lost for outcome in outcomes) == (end == "kill")
+        assert exporter.statistics().slots.free == 6
+    assert await serving >= 50
+
+
+@pytest.mark.parametrize("end", ["cont", "kill"])
+async def test_a_stopped_rank_makes_the_producer_wait_visibly(peers: Peers, end: str) -> None:
+    """Stop one of two ranks: the producer waits, and says for whom (field reports 12, 26).
+
+    Kills: a wait that shows nowhere, an error in the rank that goes on, a slot that is reused
+    without the stopped rank's word.
+    """
+    async with open_exporter(2) as exporter:
+        slow, quick = peers.start(), peers.start()
+        await slow.call(steps.connect, "pool", 0)
+        await quick.call(steps.connect, "pool", 1)
+        serving = quick.begin(steps.receive_forever)
+        slow.stop()
+        acks = [await send(exporter, owner) for owner in range(6)]
+        for count in range(1, 7):
+            assert (await quick.at("received"))["count"] == count
+        waiting = asyncio.ensure_future(send(exporter, 6))
+        await until(lambda: exporter.statistics().waiting == 1)
+        await until(lambda: {owner.held_by for owner in exporter.statistics().owners} == {(0,)})
+        statistics = exporter.statistics()
+        assert statistics.oldest_wait > 0
+        assert [owner.state for owner in statistics.owners] == ["held"] * 6
+        assert holding(exporter) == {0: 6, 1: 0}
+        assert not waiting.done()
+        if end == "cont":
+            slow.cont()
+            await slow.call(steps.take, 6)
+            await slow.call(steps.give_back)
+        else:
+            await slow.killed()
+            slow = peers.start()  # the rank's next process gets what was sent since
+            await slow.call(steps.connect, "pool", 0)
+        async with asyncio.timeout(PROMPTLY):
+            last = await waiting
+            outcomes = [await ack for ack in acks]
+        released = (1, 0) if end == "cont" else (1,)
+        assert {outcome.released for outcome in outcomes} == {released}
+        assert {outcome.lost for outcome in outcomes} == {() if end == "cont" else (0,)}
+        assert await slow.call(steps.take, 1) == [6]
+        await slow.call(steps.give_back)
+        assert (await last).complete
+    assert await serving == 7
+
+
+async def test_a_waiter_wakes_with_the_last_release_and_no_other_call(peers: Peers) -> None:
+    """Three ranks, one late: what all three finished is free at once (field report 26).
+
+    Kills: free slots that are found only when somebody asks, and a rank's lateness that holds
+    owners which it has finished.
+    """
+    async with open_exporter(3, slots=2) as exporter:
+        ranks = [peers.start() for _ in range(3)]
+        for rank, peer in enumerate(ranks):
+            await peer.call(steps.connect, "pool", rank)
+        await send(exporter, 0)
+        await send(exporter, 1)
+        for peer in ranks:
+            await peer.call(steps.take, 2)
+        waiting = asyncio.ensure_future(send(exporter, 2))
+        for peer in ranks[:2]:
+            await peer.call(steps.give_back)
+        await until(lambda: holding(exporter) == {0: 0, 1: 0, 2: 2})
+        assert not waiting.done()
+        assert {owner.held_by for owner in exporter.statistics().owners} == {(2,)}
+        assert max(each.oldest for each in exporter.statistics().consumers) > 0
+        woken = asyncio.Event()
+        waiting.add_done_callback(lambda _: woken.set())
+        await ranks[2].call(steps.give_back, 1)
+        await woken.wait()
+        assert holding(exporter) == {0: 1, 1: 1, 2: 2}
+        for peer in ranks:
+            await peer.call(steps.take, 1)
+            await peer.call(steps.give_back)
+
+
+async def test_a_lost_socket_quarantines_until_the_process_ends(peers: Peers) -> None:
+    """Its owners are nobody's to reuse while it may read them (field reports 12, 19).
+
+    Kills: end-of-file taken for the end of the process, quarantine that shows nowhere, and one
+    that takes more than what only the lost consumer holds.
+    """
+    async with open_exporter(0) as exporter:
+        lost, other = peers.start(), peers.start()
+        await lost.call(steps.connect, "pool", None, {"member": "lost", "prefetch": 2})
+        acks = [await send(exporter, owner) for owner in range(3)]
+        assert await lost.call(steps.take, 2) == [0, 1]  # one in its hands unread
+        await lost.call(steps.close_socket)
+        await until(lambda: exporter.statistics().slots.quarantined == 3)
+        await other.call(steps.connect, "pool", None, {"member": "other"})
+        serving = other.begin(steps.receive_forever)
+        for owner in range(3, 30):
+            assert (await (await send(exporter, owner))).released == ("other",)
+        statistics = exporter.statistics()
+        assert statistics.slots.quarantined == 3
+        assert [(o.key, o.state) for o in statistics.owners] == [
+            (owner, "quarantined") for owner in range(3)
+        ]
+        assert {owner.held_by for owner in statistics.owners} == {("lost",)}
+        (entry,) = (each for each in statistics.consumers if each.member == "lost")
+        assert (entry.pid, entry.quarantined, entry.holding) == (lost.pid, True, 3)
+        assert not any(ack.done() for ack in acks)
+        await lost.killed()
+        async with asyncio.timeout(PROMPTLY):
+            outcomes = [await ack for ack in acks]
+        assert outcomes[:2] == [asyncvmm.Outcome(lost=("lost",))] * 2
+        assert outcomes[2] == asyncvmm.Outcome(released=("other",))  # it was not taken
+        assert exporter.statistics().slots.free == 6
+        assert [each.member for each in exporter.statistics().consumers] == ["other"]
+    assert await serving == 28
+
+
+async def test_a_rank_whose_socket_is_lost_can_be_taken_by_another_process(peers: Peers) -> None:
+    """What the lost one holds stays quarantined once the other rank is done with it.
+
+    Kills: a seat that stays taken by a consumer nobody can talk to, and a quarantine that begins
+    while another rank still reads, or frees what the lost one holds when that rank is done.
+    """
+    async with open_exporter(2) as exporter:
+        lost, other = peers.start(), peers.start()
+        await lost.call(steps.connect, "pool", 0)
+        await other.call(steps.connect, "pool", 1)
+        ack = await send(exporter, 0)
+        await lost.call(steps.take, 1)
+        await other.call(steps.take, 1)
+        await lost.call(steps.close_socket)
+        await until(lambda: any(c.quarantined for c in exporter.statistics().consumers))
+        assert exporter.statistics().slots.held == 1  # by the other rank
+        successor = peers.start()
+        await successor.call(steps.connect, "pool", 0)
+        await other.call(steps.give_back)
+        await until(lambda: exporter.statistics().slots.quarantined == 1)
+        later = await send(exporter, 1)
+        for peer in (successor, other):
+            assert await peer.call(steps.take, 1) == [1]
+            await peer.call(steps.give_back)
+        assert (await later).released == (0, 1) or (await later).released == (1, 0)
+        assert not ack.done()
+        await lost.killed()
+        async with asyncio.timeout(PROMPTLY):
+            assert await ack == asyncvmm.Outcome(released=(1,), lost=(0,))
+
+
+async def test_releases_that_were_on_their_way_count_after_the_socket_is_lost(
+    peers: Peers,
+) -> None:
+    """Kills: an end-of-file that is acted upon before what came ahead of it."""
+    async with open_exporter(1) as exporter:
+        peer = peers.start()
+        await peer.call(steps.connect, "pool", 0)
+        acks = [await send(exporter, owner) for owner in range(3)]
+        await peer.call(steps.take, 3)
+        await peer.call(steps.give_back, 2)
+        await peer.call(steps.close_socket)
+        async with asyncio.timeout(PROMPTLY):
+            assert [(await ack).released for ack in acks[:2]] == [(0,), (0,)]
+        await until(lambda: exporter.statistics().slots.quarantined == 1)
+        await turns(20)
+        assert not acks[2].done()
+        await peer.killed()
+        async with asyncio.timeout(PROMPTLY):
+            await acks[2]
