@@ -116,12 +116,11 @@ class Heartbeat:
             await asyncio.sleep(0.001)
             self.gaps.append(time.perf_counter() - begin - 0.001)
 
-    async def stop(self) -> float:
-        """Return the 99th percentile in milliseconds."""
+    async def stop(self) -> list[float]:
+        """Return every gap in seconds."""
         self._task.cancel()
         await asyncio.wait([self._task])
-        kept = sorted(self.gaps)
-        return kept[int(len(kept) * 0.99)] * 1e3 if kept else 0.0
+        return self.gaps
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -150,16 +149,17 @@ async def compare(device: str, loop: str, rounds: int) -> list[dict[str, Any]]:
         ) as exporter:
             await exporter.wait_attached(1)
             await pipelined(exporter, source, 4 * SLOTS, spec)
-            heartbeat = Heartbeat()
+            gaps: list[float] = []
             for _ in range(rounds):
                 base = floor.closed_loop(source, 200)
                 ours = await closed_loop(exporter, source, 200, spec)
                 closed.append({"floor": quantile(base, 0.5), "ours": quantile(ours, 0.5)})
                 slow = floor.pipelined(source, 1000)
-                heartbeat.gaps.clear()
+                heartbeat = Heartbeat()
                 fast = await pipelined(exporter, source, 1000, spec)
+                gaps += await heartbeat.stop()
                 rate.append({"floor": 1000 / slow, "ours": 1000 / fast})
-            gap = await heartbeat.stop()
+            gap = sorted(gaps)[int(len(gaps) * 0.99)] * 1e3
             calls = await count_calls(exporter, source, spec) if nbytes == 2 * MIB else {}
         floor.close()
         output, _ = consumer.communicate()

@@ -60,12 +60,18 @@ def open_descriptors() -> Counter[str]:
     return found
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, with the reason."""
+    gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if gpu and not cuda_device_count():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    """Skip what this machine cannot run; note which descriptors are open before any fixture."""
-    if item.get_closest_marker("gpu") is not None:
-        if cuda_device_count() == 0:
-            pytest.skip("needs a CUDA device, and torch sees none here")
+    """Note which descriptors are open before any fixture."""
+    if item.get_closest_marker("gpu") is not None and cuda_device_count():
         warm_up_cuda()
     item.stash[descriptors_before] = open_descriptors()
     return (yield)

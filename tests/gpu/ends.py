@@ -24,6 +24,10 @@ ROOT = Path(__file__).parent.parent.parent
 LONG = 1_500_000
 """Clock cycles of the kernel that keeps a stream busy: about 1 ms on an H200."""
 
+LONGER = 15_000_000
+"""The same for readers: two processes on one GPU take turns of some milliseconds, and a shorter
+kernel would be over, with the read behind it, before the other process could write."""
+
 
 def start(role: str, name: str, device: str, rank: int, broken: str = "") -> subprocess.Popen[str]:
     """Start a consumer."""
@@ -70,7 +74,7 @@ async def late_reader(consumer: asyncvmm.Consumer, device: torch.device) -> dict
     async for batch in consumer:
         for owner in batch:
             with torch.cuda.stream(side):
-                torch.cuda._sleep(LONG)
+                torch.cuda._sleep(LONGER)
                 view = owner["x"]
                 wrong += torch.ne(view, int(owner.key) % 251).sum()
             owner.release(stream=side)

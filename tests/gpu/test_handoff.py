@@ -15,7 +15,12 @@ import asyncvmm
 from asyncvmm._core.layout import DTYPES
 from tests.gpu import ends
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
 
 SKIPPED = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
 """Sub-byte integers: torch has no kernels for them on the device."""

@@ -70,9 +70,8 @@ async def publish_behind_kernel(consumer_device: str, rounds: int, broken: str) 
                 source = torch.full((NBYTES,), turn % 251, dtype=torch.uint8, device="cuda:0")
             torch.cuda.current_stream().wait_stream(other)
             await exporter.send({"x": source}, key=turn)
+            del source
             with torch.cuda.stream(other):
-                source.record_stream(torch.cuda.current_stream())
-                del source
                 torch.full((NBYTES,), 255, dtype=torch.uint8, device="cuda:0")
         await exporter.drain()
     return ends.result(process)

@@ -49,6 +49,7 @@ class Connections:
         *,
         access: Access,
         pump: Callable[[], None],
+        gone: Callable[[int, bool], None],
         debug: bool,
         consumer_count: int,
     ) -> None:
@@ -56,6 +57,7 @@ class Connections:
         self._core = core
         self._region = region
         self._pump = pump
+        self._gone = gone  # of a peer that comes no more: its id, and whether its process died
         self._loop = asyncio.get_running_loop()
         self._greeting: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -156,6 +158,7 @@ class Connections:
                 conn.deadline = self._loop.call_later(DYING_SECONDS, self._tell_absent, conn, peer)
             else:
                 self._forget(conn)
+                self._gone(peer.id, False)
             self._pump()
             self.changed()
 
@@ -186,7 +189,7 @@ class Connections:
         self._core.died(peer.id)
         self._forget(conn)
         self._pump()
-        self._region.forget_peer(peer.id)
+        self._gone(peer.id, True)
         self.changed()
 
     def _drop(self, conn: Connection) -> None:

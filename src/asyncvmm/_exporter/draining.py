@@ -3,13 +3,19 @@
 A slot leaves DRAINING only when everything that touched its bytes is done (inv. 4): the copy into
 it, also one that still runs in a worker thread, and the reads of every consumer that released it.
 Where memory has no fences (host memory) that is at once and no watcher is ever made.
+
+A consumer's release event was recorded behind its wait for the owner's ready event, so it stands
+for both, and the ready event is not asked again: asking two events instead of one costs more than
+everything else here.  It is asked where no such release came, and where the exporter writes from
+more than one stream, because then nothing else keeps a later copy behind an earlier one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import cast
 
 from asyncvmm._backends.base import ExporterRegion, Fence
 from asyncvmm._core.ledger import Record
@@ -17,6 +23,9 @@ from asyncvmm._errors import RemoteProtocolError
 from asyncvmm._io.fences import FenceWatcher
 
 logger = logging.getLogger("asyncvmm.exporter")
+
+READY = -1
+"""Stands where a peer's id stands, for the exporter's own ready events."""
 
 
 class Draining:
@@ -32,12 +41,21 @@ class Draining:
         failed: Callable[[Record], None],
     ) -> None:
         self.copying: dict[int, asyncio.Future[None]] = {}  # slot -> copy in a worker thread
+        self._written: dict[int, int] = {}  # slot -> the stream that wrote it last
+        self._streams: set[int] = set()  # every stream that ever wrote
         self._region = region
         self._freed = freed
         self._failed = failed
         self._watcher: FenceWatcher | None = None
-        self._open: dict[Record, int] = {}  # how many fences each record still waits for
+        self._open: dict[Record, set[tuple[int, int]]] = {}  # the lanes each still waits for
         self._broken: set[Record] = set()
+        self._leaving: set[int] = set()  # peers whose events are to be given back
+
+    def record(self, slot: int, stream: int) -> None:
+        """Record a slot's ready event on the stream that writes it."""
+        self._region.record_ready(slot, stream)
+        self._written[slot] = stream
+        self._streams.add(stream)
 
     def begin(self, record: Record) -> None:
         """Wait for everything that touched the record's bytes."""
@@ -46,21 +64,22 @@ class Draining:
             # Given up while its copy runs: the copy's end is the fence.
             copy.add_done_callback(lambda _: self._copied(record))
             return
-        fences: list[tuple[object, Fence]] = []
-        ready = self._region.ready_fence(record.slot)
-        if ready is not None:
-            fences.append((("ready", record.slot), ready))
+        fences: dict[tuple[int, int], Fence] = {}
         for peer, lane in record.released_by:
             fence = self._release_fence(peer, record.slot) if lane else None
             if fence is not None:
-                fences.append(((peer, lane), fence))
+                fences[peer, lane] = fence
+        if not fences or len(self._streams) > 1:
+            ready = self._region.ready_fence(record.slot)
+            if ready is not None:
+                fences[READY, self._written.get(record.slot, 0)] = ready
         if not fences:
             self._freed(record)
             return
-        self._open[record] = len(fences)
+        self._open[record] = set(fences)
         watcher = self._watch()
-        for where, fence in fences:
-            watcher.watch(where, fence, record)
+        for lane_of, fence in fences.items():
+            watcher.watch(lane_of, fence, (record, lane_of))
 
     def _release_fence(self, peer: int, slot: int) -> Fence | None:
         try:
@@ -82,19 +101,52 @@ class Draining:
         return self._watcher
 
     def _on_done(self, done: list[tuple[object, Exception | None]]) -> None:
-        for record, error in done:
-            assert isinstance(record, Record)
+        for token, error in done:
+            record, lane_of = cast("tuple[Record, tuple[int, int]]", token)
+            waits = self._open.get(record)
+            if waits is None or lane_of not in waits:
+                continue  # its peer died meanwhile
             if error is not None:
                 logger.error("the fence of %r cannot be asked any more: %s", record, error)
                 self._broken.add(record)
-            self._open[record] -= 1
-            if not self._open[record]:
-                del self._open[record]
-                if record in self._broken:
-                    self._broken.discard(record)
-                    self._failed(record)
-                else:
-                    self._freed(record)
+            waits.discard(lane_of)
+            if not waits:
+                self._finish(record)
+        if self._leaving:
+            self._forget_idle()
+
+    def _finish(self, record: Record) -> None:
+        del self._open[record]
+        if record in self._broken:
+            self._broken.discard(record)
+            self._failed(record)
+        else:
+            self._freed(record)
+
+    # -- peers that go -----------------------------------------------------------------------
+
+    def gone(self, peer: int, *, died: bool) -> None:
+        """Give back the events of a peer that comes no more.
+
+        A dead peer's fences count as done: its process is gone, so its reads are over.  Those of
+        a peer that left in order are waited for first.
+        """
+        if not died:
+            self._leaving.add(peer)
+            self._forget_idle()
+            return
+        for record, waits in list(self._open.items()):
+            gone = {lane_of for lane_of in waits if lane_of[0] == peer}
+            waits -= gone
+            if gone and not waits:
+                self._finish(record)
+        self._region.forget_peer(peer)
+
+    def _forget_idle(self) -> None:
+        busy: set[Hashable] = {peer for waits in self._open.values() for peer, _ in waits}
+        for peer in self._leaving - busy:
+            self._leaving.discard(peer)
+            self._region.forget_peer(peer)
 
     def close(self) -> None:
         """Stop watching; what is pending stays unanswered."""

@@ -152,7 +152,7 @@ class Lending:
             key, self._next_key = self._next_key, self._next_key + 1
         ready = b""
         if self._fenced:
-            self._region.record_ready(record.slot, stream)
+            self._draining.record(record.slot, stream)
             ready = self._region.ready_handle(record.slot)
         self._core.publish(
             record,
@@ -174,7 +174,7 @@ class Lending:
         if self._forked or self._ended:
             return  # the pool is gone, and the loan with it
         if self._fenced:
-            self._region.record_ready(record.slot, stream)
+            self._draining.record(record.slot, stream)
         self._core.abandon(record)
         self._pump()
 

@@ -130,6 +130,7 @@ class open_exporter:
                 region,
                 access=self._access,
                 pump=lambda: exporter._pump(),
+                gone=lambda peer, died: exporter._draining.gone(peer, died=died),
                 debug=self._debug,
                 consumer_count=(
                     self._route.consumer_count if isinstance(self._route, Broadcast) else 0

@@ -6,8 +6,9 @@ context.  Every view's array object holds the owner's :class:`_Chunk`; torch hol
 long as any tensor, slice or DLPack import of it lives, so the chunk tells when the last is gone.
 
 Copies are queued on the caller's current stream.  That orders them after the work that made the
-sources and before any reuse of the sources' memory by torch's allocator, with no event, no wait
-and no ``record_stream`` of our own (docs/performance.md says what a private stream would cost).
+sources, with no event and no wait of our own (docs/performance.md says what a private stream
+would cost).  Torch's allocator is told that this stream reads the sources, so they may be freed
+at once whichever stream they were allocated on.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class CudaPort:
             )
         self._device = torch.device("cuda", self._index)
         self.device = str(self._device)
+        self._streams: dict[int, torch.cuda.Stream] = {}
         torch.zeros(1, device=self._device)  # makes the primary context, so the driver has one
 
     plan_tensors = staticmethod(plan_tensors)
@@ -143,8 +145,12 @@ class CudaPort:
                 targets, sources = groups.setdefault(key, ([], []))
                 targets.append(target)
                 sources.append(source.detach())
+        chosen = self._stream(stream)
         with self._on(stream):
             for key, (targets, sources) in groups.items():
+                if isinstance(key, torch.dtype):
+                    for source in sources:
+                        source.record_stream(chosen)
                 if len(targets) > 1 and isinstance(key, torch.dtype):
                     torch._foreach_copy_(targets, sources, non_blocking=True)
                     continue
@@ -171,9 +177,19 @@ class CudaPort:
         whole = self.view(holder, 0, Feature("", "uint8", (nbytes,)))
         return split(whole.clone(), features)
 
+    def _stream(self, stream: int) -> torch.cuda.Stream:
+        """Return torch's object for a stream's number; making one takes longer than a copy."""
+        found = self._streams.get(stream)
+        if found is None:
+            if stream:
+                found = torch.cuda.ExternalStream(stream, device=self._device)
+            else:
+                found = torch.cuda.default_stream(self._device)
+            self._streams[stream] = found
+        return found
+
     def _on(self, stream: int) -> AbstractContextManager[object]:
         """Make ``stream`` current if it is not; worker threads have another current stream."""
         if stream == self.current_stream():
             return nullcontext()
-        external = torch.cuda.ExternalStream(stream, device=self._device)
-        return torch.cuda.stream(external)
+        return torch.cuda.stream(self._stream(stream))
