@@ -333,7 +333,7 @@ async def test_no_wake_up_is_lost_in_many_short_rounds(monkeypatch: pytest.Monke
 
 
 def test_watcher_may_outlive_its_loop() -> None:
-    """Kills: a close that asks a closed loop to forget a descriptor, or that hangs."""
+    """Close in order after the loop is gone, as at the end of a program."""
     import uvloop
 
     for new_loop in (asyncio.new_event_loop, uvloop.new_event_loop):

@@ -95,7 +95,7 @@ async def test_messages_of_one_turn_leave_in_few_packets(
 
 
 async def test_backlog_is_joined_when_the_socket_has_room(ends: list[End]) -> None:
-    """Kills: packets that are encoded one by one while the socket is full."""
+    """Kills: packets encoded one by one while the socket is full; a packet of the whole queue."""
     a, b = pair()
     sender, receiver = End(a), End(b)
     ends += [sender, receiver]
@@ -110,7 +110,8 @@ async def test_backlog_is_joined_when_the_socket_has_room(ends: list[End]) -> No
         sender.link.flush()
     receiver.link.start()
     await receiver.until(lambda: receiver.messages.count(b"tiny") == 64)
-    assert sum(b"tiny" in packet for packet in receiver.packets[blocked:]) <= 5
+    with_tiny = [packet for packet in receiver.packets[blocked:] if b"tiny" in packet]
+    assert 4 <= len(with_tiny) <= 5
 
 
 async def test_one_system_call_for_each_packet_on_each_side(ends: list[End]) -> None:

@@ -349,7 +349,7 @@ async def test_detach_warns_of_what_it_drops(
 
 
 def test_link_may_outlive_its_loop() -> None:
-    """Kills: an abort that asks a closed loop to forget a descriptor."""
+    """Close in order after the loop is gone, as at the end of a program."""
     import uvloop
 
     for new_loop in (asyncio.new_event_loop, uvloop.new_event_loop):

@@ -48,7 +48,6 @@ class Listener:
         self._made_in = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_connection: Callable[[socket.socket, PeerIdentity], None] | None = None
-        self._resuming: asyncio.TimerHandle | None = None
         self._warned = False
 
     @classmethod
@@ -74,9 +73,6 @@ class Listener:
     def stop(self) -> None:
         """Accept no more.  On the loop's thread; never blocks; again is a no-op."""
         loop, self._loop = self._loop, None
-        if self._resuming is not None:
-            self._resuming.cancel()
-            self._resuming = None
         if loop is not None and not loop.is_closed() and self._sock.fileno() >= 0:
             loop.remove_reader(self._sock.fileno())
 
@@ -131,11 +127,10 @@ class Listener:
             reason = descriptor_limit() if isinstance(error, OSError) else error
             _logger.warning("%s accepts nobody for now: %s", self.address.display, reason)
         self._loop.remove_reader(self._sock.fileno())
-        self._resuming = self._loop.call_later(ACCEPT_PAUSE, self._resume)
+        self._loop.call_later(ACCEPT_PAUSE, self._resume)
 
     def _resume(self) -> None:
-        self._resuming = None
-        if self._loop is not None:
+        if self._loop is not None:  # not stopped meanwhile
             self._loop.add_reader(self._sock.fileno(), self._accept)
 
 
