@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from typing import NoReturn
 
 from asyncvmm._consumer.consumer import Consumer
@@ -24,6 +25,7 @@ from asyncvmm._io.link import Link
 from asyncvmm._io.listener import connect as connect_socket
 from asyncvmm._io.liveness import DeathWatch, identify
 from asyncvmm._io.names import resolve
+from asyncvmm._io.threads import made_in_thread
 from asyncvmm._tensors import DevicePort, open_port, preload
 from asyncvmm._types import is_int
 
@@ -126,7 +128,7 @@ class connect:
         port = self._port
         if port is None:
             port = await asyncio.to_thread(open_port, self._device, kind=info.kind)
-        region = await asyncio.to_thread(port.attach, info)
+        region = await made_in_thread(partial(port.attach, info), lambda region: region.close())
         try:
             member = self._hello.name if core.competes else self._hello.rank
             consumer = Consumer(member, port, region, core, handshake.link)

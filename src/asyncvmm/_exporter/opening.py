@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
+from functools import partial
 
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._errors import (
@@ -22,6 +23,7 @@ from asyncvmm._exporter.elastic import Elastic
 from asyncvmm._exporter.exporter import Exporter
 from asyncvmm._io.listener import Listener
 from asyncvmm._io.names import resolve
+from asyncvmm._io.threads import made_in_thread
 from asyncvmm._tensors import DevicePort, HandleType, open_port
 from asyncvmm._types import MAX_SLOTS, Broadcast, Compete, Route, is_int, parse_bytes
 
@@ -113,7 +115,7 @@ class open_exporter:
             port = self._port
             if port is None:
                 port = await asyncio.to_thread(open_port, self._device)
-            region = await asyncio.to_thread(
+            create = partial(
                 port.create,
                 self._pool_bytes,
                 self._max_pool_bytes,
@@ -121,8 +123,9 @@ class open_exporter:
                 writable=self._writable,
                 handle_type=self._handle_type,
             )
+            region = await made_in_thread(create, lambda region: region.close())
             undo.push_async_callback(asyncio.to_thread, region.close)
-            listener = await asyncio.to_thread(Listener.bind, self._address)
+            listener = await made_in_thread(partial(Listener.bind, self._address), Listener.close)
             undo.callback(listener.close)
             core = ExporterCore(slots=self._slots, route=self._route)
             connections = Connections(
