@@ -144,7 +144,8 @@ class Connections:
     def _on_end(self, conn: Connection, error: Exception | None) -> None:
         """The socket is gone; the process may live."""
         if error is not None and not isinstance(error, PeerLostError):
-            logger.warning("dropped the link to %r: %s", conn, error)
+            # Text, for whoever keeps a log record would keep the link and its memory with it.
+            logger.warning("dropped the link to %s: %s", repr(conn), str(error))
         conn.stop_deadline()
         self._greeting.discard(conn)
         peer = conn.peer
@@ -214,7 +215,7 @@ class Connections:
             await work
         except AsyncVMMError as error:
             if conn.link.closed:
-                logger.info("nothing more is done for %r: %s", conn, error)
+                logger.info("nothing more is done for %s: %s", repr(conn), str(error))
                 return
             conn.link.abort()
             self._on_end(conn, error)

@@ -168,7 +168,7 @@ class Handshake:
         conn.link.post(wire.encode(wire.Segment(segment, data)), fds)
 
     def _reject(self, conn: Connection, error: HandshakeError, numbers: list[int] = []) -> None:  # noqa: B006 - never changed
-        logger.info("refused a consumer (pid %s): %s", conn.identity.pid, error)
+        logger.info("refused a consumer (pid %s): %s", conn.identity.pid, str(error))
         rejected = wire.Rejected(error.reason, str(error)[:1024], numbers)
         conn.link.post(wire.encode_greeting(rejected))
         self._rejected(conn)
