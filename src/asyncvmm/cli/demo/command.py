@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -58,7 +58,7 @@ def demo(
         exporter_device, each_rank = plan.resolve_devices(device, rank_devices, ranks)
         done = _carry_out(
             plan.Plan(
-                name=f"demo-{os.getpid()}",
+                name=f"@asyncvmm-demo-{secrets.token_hex(8)}",  # no file, so none left if killed
                 device=exporter_device,
                 rank_devices=each_rank,
                 route=route.value,
