@@ -274,40 +274,40 @@ def _(patch: Patch) -> None:
 
 @mutant("the busiest consumer gets the next batch", CompeteMachine)
 def _(patch: Patch) -> None:
-    def following(route: Competitors) -> tuple[Peer, BatchRecord] | None:
+    def busiest(route: Competitors) -> Peer | None:
         free = [p for p in route.peers.values() if p.state is PeerState.OPEN and p.credit > 0]
-        if not free or not route.pending:
+        if not free:
             return None
         peer = max(free, key=lambda peer: len(peer.untaken))
         route.peers[peer.id] = route.peers.pop(peer.id)
-        return peer, route.pending.popleft()
+        return peer
 
-    patch.setattr(Competitors, "next", following)
+    patch.setattr(Competitors, "freest", busiest)
 
 
 @mutant("of equal consumers always the same one gets the next batch", CompeteMachine)
 def _(patch: Patch) -> None:
-    following = Competitors.next
+    freest = Competitors.freest
 
-    def same(route: Competitors) -> tuple[Peer, BatchRecord] | None:
-        found = following(route)
+    def same(route: Competitors) -> Peer | None:
+        found = freest(route)
         route.peers = dict(sorted(route.peers.items()))
         return found
 
-    patch.setattr(Competitors, "next", same)
+    patch.setattr(Competitors, "freest", same)
 
 
 @mutant("the youngest batch goes first", CompeteMachine)
 def _(patch: Patch) -> None:
-    following = Competitors.next
+    assign = ExporterCore._assign
 
-    def youngest(route: Competitors) -> tuple[Peer, BatchRecord] | None:
-        route.pending.reverse()
-        found = following(route)
-        route.pending.reverse()
-        return found
+    def youngest(core: ExporterCore) -> None:
+        assert isinstance(core.route, Competitors)
+        core.route.pending.reverse()
+        assign(core)
+        core.route.pending.reverse()
 
-    patch.setattr(Competitors, "next", youngest)
+    patch.setattr(ExporterCore, "_assign", youngest)
 
 
 # -- those who go -----------------------------------------------------------------------------

@@ -144,11 +144,10 @@ def test_compete_cannot_be_narrowed() -> None:
 
 def give(route: Competitors) -> Peer | None:
     """Hand out the next batch, as the exporter does."""
-    found = route.next()
-    if found is None:
-        return None
-    peer, given = found
-    peer.untaken[given.number] = given
+    peer = route.freest()
+    if peer is not None:
+        given = route.pending.popleft()
+        peer.untaken[given.number] = given
     return peer
 
 
@@ -177,7 +176,7 @@ def test_who_may_not_get_a_batch_gets_none(why: str) -> None:
         peer.untaken[9] = batch(9)
     else:
         peer.told = True
-    assert route.next() is None
+    assert route.freest() is None
     assert len(route.pending) == 1
 
 

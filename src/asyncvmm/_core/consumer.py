@@ -127,9 +127,10 @@ class ConsumerCore:
             raise RemoteProtocolError("the exporter sent a batch after its goodbye")
         for owner in message.owners:
             self._check_owner(owner)
-        if len({owner.slot for owner in message.owners}) != len(message.owners):
+        owners = message.owners
+        if len(owners) > 1 and len({owner.slot for owner in owners}) < len(owners):
             raise RemoteProtocolError("a batch names one slot for two owners")
-        for owner in message.owners:
+        for owner in owners:
             self._generations[owner.slot] = owner.generation
             self.held[owner.slot] = owner
         if self.state is not PeerState.OPEN:

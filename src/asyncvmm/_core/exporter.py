@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from asyncvmm._core import wire
 from asyncvmm._core.holdings import Holdings
-from asyncvmm._core.ledger import ANYONE, BatchRecord, Peer, PeerState, Record, Tally
+from asyncvmm._core.ledger import ANYBODY, NOBODY, BatchRecord, Peer, PeerState, Record, Tally
 from asyncvmm._core.routing import Competitors, Ranks
 from asyncvmm._core.slots import HELD
 from asyncvmm._errors import ArgumentError, ClosedError, LocalProtocolError
@@ -53,7 +53,8 @@ class ExporterCore(Holdings):
         ready: bytes = b"",
     ) -> None:
         """Publish one owner as a batch of its own; on an error the loan goes on."""
-        self.publish_batch(((record, key, features, metadata, ready),), to=to)
+        ranks = self._check_publish(to)
+        self._publish((record,), [self._describe(record, key, features, metadata, ready)], ranks)
 
     def check_narrowing(self, to: Group | Iterable[int] | int | None) -> None:
         """Refuse a ``to`` that this route can never serve."""
@@ -66,38 +67,52 @@ class ExporterCore(Holdings):
         to: Group | Iterable[int] | int | None = None,
     ) -> None:
         """Publish owners that become ready together; all or nothing."""
+        ranks = self._check_publish(to)
+        records = [owner[0] for owner in owners]
+        if not records:
+            raise ArgumentError("a batch needs at least one owner; got none")
+        if len(set(records)) != len(records):
+            raise LocalProtocolError(f"an owner is twice in one batch: {records!r}")
+        self._publish(records, [self._describe(*owner) for owner in owners], ranks)
+
+    def _check_publish(self, to: Group | Iterable[int] | int | None) -> tuple[int, ...]:
         if self.closing:
             raise ClosedError("the exporter is closing and takes no new owners")
-        route = self.route
-        ranks = route.targets(to)
-        records: list[Record] = []
-        frames: list[wire.OwnerFrame] = []
-        for record, key, features, metadata, _ in owners:
-            self._check_loan(record)
-            wire.check_key(key)
-            records.append(record)
-            frames.append(
-                wire.OwnerFrame(
-                    record.slot,
-                    record.generation,
-                    record.start,
-                    record.nbytes,
-                    key,
-                    features,
-                    metadata,
-                )
-            )
-        if len(records) != 1:
-            self._check_batch(records)
+        return self.route.targets(to)
+
+    def _describe(
+        self,
+        record: Record,
+        key: Key,
+        features: list[wire.Feature],
+        metadata: bytes,
+        ready: bytes,
+    ) -> wire.OwnerFrame:
+        self._check_loan(record)
+        wire.check_key(key)
+        record.key = key  # nobody reads these two of a loan that is not published
+        record.ready = ready
+        return wire.OwnerFrame(
+            record.slot, record.generation, record.start, record.nbytes, key, features, metadata
+        )
+
+    def _publish(
+        self,
+        records: Sequence[Record],
+        frames: list[wire.OwnerFrame],
+        ranks: tuple[int, ...],
+    ) -> None:
         data = wire.encode(wire.Deliver(frames))  # the last line that may raise (inv. 13)
         self.tally.batches += 1
         batch = BatchRecord(self.tally.batches, records, data)
-        for record, key, _, _, ready in owners:
+        for record in records:
             self.slots.move(record.slot, HELD)
-            record.key, record.batch, record.ready, record.published = key, batch, ready, True
+            record.batch = batch
+        route = self.route
         if isinstance(route, Competitors):
             route.pending.append(batch)
-            self._await(batch, ANYONE)
+            for record in records:
+                record.waiting = ANYBODY
             self._assign()
             return
         for rank in ranks:
@@ -105,25 +120,16 @@ class ExporterCore(Holdings):
             if peer is not None and peer.state is OPEN:
                 self._deliver(peer, batch)
             else:
-                self._await(batch, rank)
+                for record in records:
+                    record.waiting |= {rank}
                 route.keep(rank, batch)
-
-    def _check_batch(self, records: Sequence[Record]) -> None:
-        if not records:
-            raise ArgumentError("a batch needs at least one owner; got none")
-        if len(set(records)) != len(records):
-            raise LocalProtocolError(f"an owner is twice in one batch: {records!r}")
-
-    def _await(self, batch: BatchRecord, member: Key) -> None:
-        for record in batch.records:
-            record.waiting |= {member}
 
     def _assign(self) -> None:
         """Hand out what is pending; when closing, tell those to whom nothing can come any more."""
         route = self.route
         if isinstance(route, Competitors):
-            while (match := route.next()) is not None:
-                peer, batch = match
+            while route.pending and (peer := route.freest()) is not None:
+                batch = route.pending.popleft()
                 peer.untaken[batch.number] = batch
                 self._deliver(peer, batch)
         if self.closing and not route.busy:
@@ -133,8 +139,10 @@ class ExporterCore(Holdings):
 
     def _deliver(self, peer: Peer, batch: BatchRecord) -> None:
         for record in batch.records:
-            if record.waiting:
-                record.waiting -= {peer.member, ANYONE}
+            if record.waiting is ANYBODY:
+                record.waiting = NOBODY
+            elif record.waiting:
+                record.waiting -= {peer.member}
             record.holders.add(peer.id)
             peer.holds[record.slot] = record
             if record.ready and record.slot not in peer.knows:
@@ -233,8 +241,8 @@ class ExporterCore(Holdings):
             return
         self.tally.reassigned += len(peer.untaken)
         for batch in peer.untaken.values():
-            self._await(batch, ANYONE)
             for record in batch.records:
+                record.waiting = ANYBODY
                 record.holders.discard(peer.id)
                 del peer.holds[record.slot]
                 self._review(record)

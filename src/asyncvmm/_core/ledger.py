@@ -20,7 +20,7 @@ ANYONE = "*"
 """The member an owner waits for while no competitor has it.  No competitor can be called so."""
 
 NOBODY: frozenset[Key] = frozenset()
-
+ANYBODY: frozenset[Key] = frozenset((ANYONE,))
 
 _complete: dict[tuple[Key, ...], Outcome] = {}
 """Outcomes without a flaw by who released: the same few come again and again."""
@@ -46,7 +46,6 @@ class Record:
         "key",
         "lost",
         "nbytes",
-        "published",
         "ready",
         "refused",
         "released",
@@ -73,9 +72,13 @@ class Record:
         """(peer id, lane) of each release whose event is a fence; none of a dead process."""
         self.refused: tuple[tuple[Key, str], ...] = ()
         self.lost: tuple[Key, ...] = ()
-        self.published = False
         self.acknowledgement: object = None  # belongs to the shell
         self.stamp = 0.0  # the shell's clock at publication
+
+    @property
+    def published(self) -> bool:
+        """Return whether it was published; otherwise it is a loan, or was given back."""
+        return self.batch is not None
 
     @property
     def outcome(self) -> Outcome:

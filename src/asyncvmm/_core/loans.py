@@ -65,6 +65,6 @@ class Loans:
 
     def _check_loan(self, record: Record) -> None:
         """Refuse a loan that has ended, one way or the other."""
-        self._check_use(record)
-        if self.slots.states[record.slot] is not FILLING:
+        slot = record.slot
+        if self.records.get(slot) is not record or self.slots.states[slot] is not FILLING:
             raise LocalProtocolError(f"{record!r} was published or given back before")

@@ -168,21 +168,17 @@ class Competitors:
         """Whether something may still go to a peer that is here: pending, or not taken."""
         return bool(self.pending) or any(peer.untaken for peer in self.peers.values())
 
-    def next(self) -> tuple[Peer, BatchRecord] | None:
-        """Return the oldest pending batch and the freest consumer, if there are both.
+    def freest(self) -> Peer | None:
+        """Return the consumer that the next batch goes to, if any may have one.
 
-        The freest is the one with the fewest untaken batches; of equals, the one that has waited
-        longest for its turn.
+        It is the one with the fewest untaken batches; of equals, the one that has waited longest
+        for its turn, which is over with this call.
         """
-        if not self.pending:
-            return None
-        free = [
-            peer
-            for peer in self.peers.values()
-            if peer.state is PeerState.OPEN and not peer.told and peer.credit > 0
-        ]
-        if not free:
-            return None
-        freest = min(free, key=lambda peer: len(peer.untaken))
-        self.peers[freest.id] = self.peers.pop(freest.id)
-        return freest, self.pending.popleft()
+        freest = None
+        for peer in self.peers.values():
+            fewest = peer.window if freest is None else len(freest.untaken)
+            if len(peer.untaken) < fewest and peer.state is PeerState.OPEN and not peer.told:
+                freest = peer
+        if freest is not None:
+            self.peers[freest.id] = self.peers.pop(freest.id)
+        return freest
