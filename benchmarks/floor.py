@@ -108,7 +108,9 @@ class Floor:
         fd = int(checked(driver.cuMemExportToShareableHandle(handle, _POSIX, 0)))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         context = multiprocessing.get_context("spawn")
-        self._peer = context.Process(target=_consume, args=(theirs, peer_device, total, slots))
+        self._peer = context.Process(
+            target=_consume, args=(theirs, peer_device, total, slots), daemon=True
+        )
         self._peer.start()
         theirs.close()
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]

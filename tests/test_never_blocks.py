@@ -50,13 +50,7 @@ async def produce(name: str) -> None:
 @pytest.mark.parametrize(
     "prefix",
     [
-        pytest.param(
-            "",
-            id="private folder",
-            marks=pytest.mark.xfail(
-                strict=True, reason="names.resolve() makes the folder in the constructor"
-            ),
-        ),
+        pytest.param("", id="private folder"),
         pytest.param("@", id="abstract"),
     ],
 )

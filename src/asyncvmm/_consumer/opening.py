@@ -24,7 +24,7 @@ from asyncvmm._fds import OwnedFd
 from asyncvmm._io.link import Link
 from asyncvmm._io.listener import connect as connect_socket
 from asyncvmm._io.liveness import DeathWatch, identify
-from asyncvmm._io.names import resolve
+from asyncvmm._io.names import check, resolve
 from asyncvmm._io.threads import made_in_thread
 from asyncvmm._tensors import DevicePort, open_port, preload
 from asyncvmm._types import is_int
@@ -63,7 +63,8 @@ class connect:
         secret: bytes | str = b"",
         _port: DevicePort | None = None,
     ) -> None:
-        self._address = resolve(name)
+        check(name)
+        self._name = name
         self._device = device
         if rank is not None and not is_int(rank):
             raise ArgumentError(f"rank={rank!r} is no rank; give an int of 0 or more")
@@ -94,8 +95,9 @@ class connect:
         if self._port is None:
             # Before the handshake, so that an exporter never waits for our imports.
             await asyncio.to_thread(preload, self._device)
-        sock = await connect_socket(self._address, wait=self._wait)
-        handshake = _Handshake(self._address.display)
+        address = await asyncio.to_thread(resolve, self._name)
+        sock = await connect_socket(address, wait=self._wait)
+        handshake = _Handshake(address.display)
         handshake.link = link = Link(
             sock,
             loop=asyncio.get_running_loop(),
@@ -124,6 +126,11 @@ class connect:
     async def _attach(self, handshake: _Handshake, welcome: wire.Welcome) -> Consumer:
         """Map the exporter's segments and say so."""
         info = welcome.region
+        if info.writable != self._hello.writable:
+            raise RemoteProtocolError(
+                f"a pool with writable={info.writable} was offered to a consumer that asked for "
+                f"writable={self._hello.writable}"
+            )
         core = ConsumerCore(info, competes=not welcome.consumer_count)
         port = self._port
         if port is None:

@@ -22,7 +22,7 @@ from asyncvmm._exporter.connections import Connections
 from asyncvmm._exporter.elastic import Elastic
 from asyncvmm._exporter.exporter import Exporter
 from asyncvmm._io.listener import Listener
-from asyncvmm._io.names import resolve
+from asyncvmm._io.names import check, resolve
 from asyncvmm._io.threads import made_in_thread
 from asyncvmm._tensors import DevicePort, HandleType, open_port
 from asyncvmm._types import MAX_SLOTS, Broadcast, Compete, Route, is_int, parse_bytes
@@ -72,7 +72,8 @@ class open_exporter:
         close_timeout: float = 10.0,
         _port: DevicePort | None = None,
     ) -> None:
-        self._address = resolve(name)
+        check(name)
+        self._name = name
         self._device = device
         self._pool_bytes = parse_bytes(pool_bytes, "pool_bytes")
         self._max_pool_bytes = (
@@ -125,7 +126,8 @@ class open_exporter:
             )
             region = await made_in_thread(create, lambda region: region.close())
             undo.push_async_callback(asyncio.to_thread, region.close)
-            listener = await made_in_thread(partial(Listener.bind, self._address), Listener.close)
+            address = await asyncio.to_thread(resolve, self._name)
+            listener = await made_in_thread(partial(Listener.bind, address), Listener.close)
             undo.callback(listener.close)
             core = ExporterCore(slots=self._slots, route=self._route)
             connections = Connections(
@@ -139,9 +141,7 @@ class open_exporter:
                     self._route.consumer_count if isinstance(self._route, Broadcast) else 0
                 ),
             )
-            exporter = Exporter(
-                self._address.display, port, region, core, connections, debug=self._debug
-            )
+            exporter = Exporter(address.display, port, region, core, connections, debug=self._debug)
             exporter._elastic = Elastic(
                 core,
                 region,
@@ -156,7 +156,7 @@ class open_exporter:
         self._listener, self._exporter = listener, exporter
         logger.info(
             "exporter %s: pool of %d bytes (%d physical) on %s, %d slots",
-            self._address.display,
+            address.display,
             self._pool_bytes,
             sum(segment.nbytes for segment in region.segments()),
             port.device,

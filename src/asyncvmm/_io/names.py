@@ -4,7 +4,8 @@ Three kinds of names.  A *path* contains a slash (or is an ``os.PathLike``).  A 
 in a private folder that only this user can enter.  An *abstract* name starts with ``@`` and has
 no file; every user of the network namespace sees it, so only the uid check keeps others out.
 
-Everything here asks the file system: call it in a worker thread.
+:func:`check` only reads the text; :func:`resolve` asks the file system: call it in a worker
+thread.
 """
 
 from __future__ import annotations
@@ -37,41 +38,55 @@ class Address:
     kind: Literal["name", "path", "abstract"]
 
 
+def check(name: str | os.PathLike[str]) -> str:
+    """Return the text of a name; raise ArgumentError for what can be none.  Asks nobody."""
+    text: object = os.fspath(name) if isinstance(name, os.PathLike) else name
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ArgumentError(
+            f"an exporter's name is a non-empty str or path without NUL, got {name!r}"
+        )
+    kind = _kind(name)
+    if kind == "abstract":
+        size = len(os.fsencode(text))
+        if not 2 <= size <= ADDRESS_LIMIT:
+            raise ArgumentError(
+                f"an abstract name has 2 to {ADDRESS_LIMIT} bytes with its @, got {size}: {text!r}"
+            )
+    elif kind == "path":
+        if text.endswith("/") or os.path.basename(text) in {".", ".."}:
+            raise ArgumentError(f"the path of an exporter names a file, got the folder {text!r}")
+    elif not _BARE_NAME.fullmatch(text) or len(text) > _NAME_LIMIT or text in {".", ".."}:
+        raise ArgumentError(
+            f"a bare name has 1 to {_NAME_LIMIT} of the characters A-Z a-z 0-9 . _ - and is not "
+            f"a dot, got {text!r}; a path needs a slash, an abstract name starts with @"
+        )
+    return text
+
+
+def _kind(name: str | os.PathLike[str]) -> Literal["name", "path", "abstract"]:
+    if not isinstance(name, str):
+        return "path"
+    if name.startswith("@"):
+        return "abstract"
+    return "path" if "/" in name else "name"
+
+
 def resolve(name: str | os.PathLike[str]) -> Address:
     """Turn a name into an address, and make sure the private folder is private.
 
     Raises ArgumentError for what can be no name, and AccessDeniedError if somebody else could
     reach into the private folder.
     """
-    text: object = os.fspath(name) if isinstance(name, os.PathLike) else name
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise ArgumentError(
-            f"an exporter's name is a non-empty str or path without NUL, got {name!r}"
-        )
-    if text.startswith("@") and isinstance(name, str):
-        return _abstract(text)
-    if "/" in text or not isinstance(name, str):
+    text = check(name)
+    kind = _kind(name)
+    if kind == "abstract":
+        return Address(text, "\0" + text[1:], "abstract")
+    if kind == "path":
         return _path(text)
-    if not _BARE_NAME.fullmatch(text) or len(text) > _NAME_LIMIT or text in {".", ".."}:
-        raise ArgumentError(
-            f"a bare name has 1 to {_NAME_LIMIT} of the characters A-Z a-z 0-9 . _ - and is not "
-            f"a dot, got {text!r}; a path needs a slash, an abstract name starts with @"
-        )
     return Address(text, _inside_private_folder(text), "name")
 
 
-def _abstract(text: str) -> Address:
-    size = len(os.fsencode(text))
-    if not 2 <= size <= ADDRESS_LIMIT:
-        raise ArgumentError(
-            f"an abstract name has 2 to {ADDRESS_LIMIT} bytes with its @, got {size}: {text!r}"
-        )
-    return Address(text, "\0" + text[1:], "abstract")
-
-
 def _path(text: str) -> Address:
-    if text.endswith("/") or os.path.basename(text) in {".", ".."}:
-        raise ArgumentError(f"the path of an exporter names a file, got the folder {text!r}")
     # Absolute, so that a change of the working directory moves nothing.
     absolute = os.path.abspath(text)
     if len(os.fsencode(absolute)) > ADDRESS_LIMIT:
