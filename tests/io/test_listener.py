@@ -101,8 +101,8 @@ async def test_error_of_on_connection_closes_what_came(address: Address) -> None
     bound.start(loop, fail)
     with await connect(address, wait=False) as sock:
         before = open_fds()
-        sock.setblocking(True)
-        assert await asyncio.to_thread(sock.recv, 1) == b""
+        async with asyncio.timeout(5):
+            assert await loop.sock_recv(sock, 1) == b""
         assert open_fds() == before
     assert [type(error) for error in seen] == [ZeroDivisionError]
     bound.close()
@@ -177,7 +177,8 @@ async def test_stop_while_paused(address: Address, monkeypatch: pytest.MonkeyPat
 async def test_nobody_there_is_told_at_once(either: Address) -> None:
     """Kills: a connect that waits although it was told not to."""
     with pytest.raises(errors.ExporterNotFoundError) as caught:
-        await connect(either, wait=False)
+        async with asyncio.timeout(5):
+            await connect(either, wait=False)
     assert caught.value.name == either.display
     if either.kind == "path":
         with child(LISTEN, either.display, bare=True) as process:

@@ -22,9 +22,10 @@ from asyncvmm._fds import OwnedFd
 FIRST_NAP = 20e-6
 """Seconds.  Asking every 20-50 us cost 35 us on one GPU in the best case, and nothing more."""
 
-LONGEST_NAP = 2e-3
-"""Seconds.  One wake-up costs 40-60 us of CPU on a small virtual machine, whatever it waits on:
-naps of 1 ms took 5 % of a core there with one fence pending, naps of 2 ms take 2 %."""
+LONGEST_NAP = 4e-3
+"""Seconds.  One wake-up costs 40-80 us of CPU on a small virtual machine, whatever it waits on:
+with one fence pending, naps of 1 ms took 5 % of a core there, 2 ms took 2-4 %, 4 ms below 2 %.
+A nap is that long only after 64 ms without news."""
 
 _NAP_SHARE = 16
 """A nap is a 16th of the time since anything last happened, and so is the delay it adds: an event
