@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from asyncvmm._errors import LocalProtocolError, PeerLostError, ProtocolError
 from asyncvmm._fds import OwnedFd, close_after_fork
 from asyncvmm._io.outbox import BATCH_BYTES, BATCH_MESSAGES, Outbox, too_many
-from asyncvmm._io.packets import PACKET_LIMIT, close_all, receive, send_with_fds, socket_error
+from asyncvmm._io.packets import PACKET_LIMIT, close_all, receive, send, socket_error
 
 __all__ = ["PACKET_LIMIT", "Link"]
 
@@ -228,10 +228,7 @@ class Link:
         outbox = self._outbox
         try:
             while (packet := outbox.next()) is not None:
-                if outbox.fds:
-                    send_with_fds(self._sock, packet, outbox.fds)
-                else:
-                    self._sock.send(packet, socket.MSG_NOSIGNAL)
+                send(self._sock, packet, outbox.fds)
                 outbox.sent()
         except (BlockingIOError, InterruptedError):
             if not self._blocked:

@@ -26,14 +26,23 @@ from asyncvmm._fds import OwnedFd
 PACKET_LIMIT = 65_536
 """Most bytes of one packet.  The kernel's own limit at the default SO_SNDBUF is 212,960."""
 
+# Plain ints: with the socket module's enum members one `&` costs as much as the system call.
+_TRUNC = int(socket.MSG_TRUNC)
+_CTRUNC = int(socket.MSG_CTRUNC)
+_CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
+_NOSIGNAL = int(socket.MSG_NOSIGNAL)
+
 _GONE = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED})
 
 
-def send_with_fds(sock: socket.socket, packet: bytes, fds: Sequence[OwnedFd]) -> None:
-    """Send one packet with descriptors, which stay the caller's.  Raises what the kernel says."""
+def send(sock: socket.socket, packet: bytes, fds: Sequence[OwnedFd]) -> None:
+    """Send one packet; the descriptors stay the caller's.  Raises what the kernel says."""
+    if not fds:
+        sock.send(packet, _NOSIGNAL)
+        return
     rights = array("i", [fd.fileno() for fd in fds])
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-    sock.sendmsg((packet,), ancillary, socket.MSG_NOSIGNAL)
+    sock.sendmsg((packet,), ancillary, _NOSIGNAL)
 
 
 def receive(
@@ -52,16 +61,16 @@ def receive(
         # CMSG_LEN, not CMSG_SPACE: the padding of the latter has room for one more.
         (buffer,),
         socket.CMSG_LEN(4 * accept),
-        socket.MSG_CMSG_CLOEXEC,
+        _CLOEXEC,
     )
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             numbers = array("i")
             numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
             fds.extend(map(OwnedFd, numbers))
-    if flags & socket.MSG_TRUNC or size > PACKET_LIMIT:
+    if flags & _TRUNC or size > PACKET_LIMIT:
         return size, oversized()
-    if not flags & socket.MSG_CTRUNC:
+    if not flags & _CTRUNC:
         return size, None
     if len(fds) < accept:
         return size, descriptor_limit()
