@@ -274,6 +274,28 @@ async def test_close_drops_what_is_pending() -> None:
             fences_.watch("lane", done, 3)
 
 
+async def test_stop_does_not_wait_and_close_may_run_elsewhere() -> None:
+    """Kills: a join on the loop's thread, and a close that touches the loop."""
+    told = Told()
+    asked, go_on = threading.Event(), threading.Event()
+
+    class SlowFence:
+        def done(self) -> bool:
+            asked.set()
+            return go_on.wait(10)
+
+    with watcher(told) as fences_:
+        fences_.watch("lane", SlowFence(), 1)
+        assert asked.wait(10)
+        fences_.stop()
+        fences_.stop()
+        assert fences_.pending == 0
+        closing = asyncio.create_task(asyncio.to_thread(fences_.close))
+        go_on.set()
+        await closing
+        assert told.calls == []
+
+
 async def test_close_from_on_done() -> None:
     """Kills: a wake-up that goes on with what its own callback closed."""
     told = Told()

@@ -47,7 +47,7 @@ _Entry: TypeAlias = tuple[Hashable, Fence, object]
 class FenceWatcher:
     """Asks pending fences from one thread and tells the loop, once for many.
 
-    All methods are for the loop's thread.  ``watching()`` is entered once, in the watcher's
+    Methods are for the loop's thread.  ``watching()`` is entered once, in the watcher's
     thread.  ``on_done`` gets ``(token, error)`` pairs, of one lane in the order of
     :meth:`watch`; ``error`` is what the fence raised, and its lane goes on.
     """
@@ -99,19 +99,25 @@ class FenceWatcher:
         self._pending += 1
         self._send((lane, fence, token))
 
-    def close(self) -> None:
-        """Join the thread and drop what is pending; again is a no-op.
-
-        Waits for the one fence that is being asked, which never blocks.
-        """
+    def stop(self) -> None:
+        """Drop what is pending and tell no more; never blocks; again is a no-op."""
         if self._closed:
             return
         self._closed = True
         self._pending = 0
-        if self._wake is not None and self._thread is not None:
+        if self._wake is not None:
             if not self._loop.is_closed() and self._wake.number >= 0:
                 self._loop.remove_reader(self._wake.number)
             self._send(None)
+
+    def close(self) -> None:
+        """Stop, then join the thread; again is a no-op.
+
+        Waits for the one fence that is being asked: after :meth:`stop` a worker thread may call
+        it.
+        """
+        self.stop()
+        if self._wake is not None and self._thread is not None:
             self._thread.join()
             self._wake.close()
 
