@@ -66,7 +66,7 @@ async def publish_behind_kernel(consumer_device: str, rounds: int, broken: str) 
         other = torch.cuda.Stream()
         for turn in range(rounds):
             with torch.cuda.stream(other):
-                torch.cuda._sleep(ends.LONG)
+                torch.cuda._sleep(ends.LONGER)
                 source = torch.full((NBYTES,), turn % 251, dtype=torch.uint8, device="cuda:0")
             torch.cuda.current_stream().wait_stream(other)
             await exporter.send({"x": source}, key=turn)

@@ -238,6 +238,13 @@ def event_record(event: Any, stream: int) -> None:
         raise failure("cuEventRecord", code)
 
 
+def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Queue a copy between addresses of the current context; the host goes on at once."""
+    code = _loaded.cuMemcpyAsync(target, source, nbytes, stream)[0]
+    if code:
+        raise failure("cuMemcpyAsync", code)
+
+
 def stream_wait(stream: int, event: Any) -> None:
     """Have the stream wait for the event's last record; the host goes on at once."""
     code = _loaded.cuStreamWaitEvent(stream, event, 0)[0]

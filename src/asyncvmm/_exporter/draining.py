@@ -148,8 +148,9 @@ class Draining:
             self._leaving.discard(peer)
             self._region.forget_peer(peer)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop watching; what is pending stays unanswered."""
-        if self._watcher is not None:
-            self._watcher.close()
-            self._watcher = None
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.stop()
+            await asyncio.to_thread(watcher.close)

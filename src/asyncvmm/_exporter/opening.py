@@ -227,6 +227,6 @@ class open_exporter:
             ClosedError(f"the exporter {exporter.name!r} was closed before everybody let go")
         )
         await exporter._copier.close()
-        exporter._draining.close()
+        await exporter._draining.close()
         exporter._ended = True
         await asyncio.to_thread(exporter._region.close)

@@ -21,8 +21,9 @@ import torch
 
 from asyncvmm._backends.base import ConsumerRegion, ExporterRegion
 from asyncvmm._backends.cuda import CudaConsumerRegion, CudaExporterRegion
+from asyncvmm._backends.driver import copy
 from asyncvmm._core.wire import Feature
-from asyncvmm._errors import ArgumentError
+from asyncvmm._errors import ArgumentError, BackendError
 from asyncvmm._tensors.host import split
 from asyncvmm._tensors.plan import TORCH_DTYPES, Plan, Tensor, plan_specs, plan_tensors
 from asyncvmm._types import RegionInfo, is_int
@@ -132,30 +133,60 @@ class CudaPort:
         )
 
     def copy_in(self, address: int, plan: Plan, stream: int) -> None:
-        """Queue the copies on ``stream``: one launch per dtype for sources on the pool's GPU."""
-        chunk = _Chunk(address, plan.nbytes, None)
-        groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
-        for offset, size, feature, source in zip(
-            plan.offsets, plan.sizes, plan.features, plan.tensors, strict=True
-        ):
-            if size:
-                target = self.view(chunk, offset, feature)
-                near = source.device == self._device
-                key: object = source.dtype if near else source.device
-                targets, sources = groups.setdefault(key, ([], []))
-                targets.append(target)
-                sources.append(source.detach())
+        """Queue the copies on ``stream``, each as one driver call where it can be.
+
+        A contiguous source on the pool's GPU is copied by its address: 3 us, against 40 us for a
+        view of the pool and torch's own copy of it.  All others are torch's, several of one
+        dtype in one launch.
+        """
+        device = self._device
         chosen = self._stream(stream)
+        others = []
         with self._on(stream):
-            for key, (targets, sources) in groups.items():
-                if isinstance(key, torch.dtype):
-                    for source in sources:
-                        source.record_stream(chosen)
-                if len(targets) > 1 and isinstance(key, torch.dtype):
-                    torch._foreach_copy_(targets, sources, non_blocking=True)
+            for index, source in enumerate(plan.tensors):
+                size = plan.sizes[index]
+                if not size:
                     continue
-                for target, source in zip(targets, sources, strict=True):
-                    target.copy_(source, non_blocking=True)
+                if source.device != device:
+                    others.append(index)
+                    continue
+                source.record_stream(chosen)
+                if not (
+                    source.is_contiguous()
+                    and not source.is_conj()
+                    and not source.is_neg()
+                    and self._copy(address + plan.offsets[index], source, size, stream)
+                ):
+                    others.append(index)
+            if others:
+                self._copy_others(address, plan, others)
+
+    def _copy(self, target: int, source: Tensor, size: int, stream: int) -> bool:
+        try:
+            copy(target, source.data_ptr(), size, stream)
+        except BackendError as error:
+            if error.code != "CUDA_ERROR_INVALID_CONTEXT":
+                raise
+            # This thread has never used CUDA; torch's copy makes the context its own.
+            return False
+        return True
+
+    def _copy_others(self, address: int, plan: Plan, others: Sequence[int]) -> None:
+        """Have torch copy what is strided, conjugated, or not on the pool's GPU."""
+        chunk = _Chunk(address, plan.nbytes, None)
+        groups: dict[tuple[object, object], tuple[list[Tensor], list[Tensor]]] = {}
+        for index in others:
+            source = plan.tensors[index].detach()
+            target = self.view(chunk, plan.offsets[index], plan.features[index])
+            targets, sources = groups.setdefault((source.dtype, source.device), ([], []))
+            targets.append(target)
+            sources.append(source)
+        for (_, where), (targets, sources) in groups.items():
+            if len(targets) > 1 and where == self._device:
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+                continue
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
 
     def holder(self, address: int, nbytes: int, keepalive: object) -> object:
         """Return the chunk's bytes as an object that every view of them holds."""
@@ -190,6 +221,9 @@ class CudaPort:
 
     def _on(self, stream: int) -> AbstractContextManager[object]:
         """Make ``stream`` current if it is not; worker threads have another current stream."""
-        if stream == self.current_stream():
-            return nullcontext()
-        return torch.cuda.stream(self._stream(stream))
+        if stream != self.current_stream():
+            return torch.cuda.stream(self._stream(stream))
+        if torch.cuda.current_device() != self._index:
+            # Numbers of default streams mean those of the current device (field report 43).
+            return torch.cuda.device(self._index)
+        return nullcontext()
