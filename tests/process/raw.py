@@ -28,14 +28,19 @@ class Raw:
         sock.setblocking(False)
         self.sock = sock
 
+    def put(self, packet: bytes, fds: Sequence[int] = ()) -> None:
+        """Send one packet now, or raise what the kernel says."""
+        rights = array("i", fds)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if fds else []
+        self.sock.sendmsg([packet], ancillary, socket.MSG_NOSIGNAL)
+
     async def send(self, *packets: bytes, fds: Sequence[int] = ()) -> None:
         """Send packets, each with the same descriptors; a peer that hung up is no error here."""
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
         async with asyncio.timeout(WAIT_SECONDS):
             for packet in packets:
                 while True:
                     try:
-                        self.sock.sendmsg([packet], ancillary, socket.MSG_NOSIGNAL)
+                        self.put(packet, fds)
                     except BlockingIOError:
                         await asyncio.sleep(0.001)
                     except (BrokenPipeError, ConnectionResetError):
