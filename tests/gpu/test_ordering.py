@@ -5,12 +5,16 @@ A run without the wait that shows no wrong data would mean that the test sees no
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 import uuid
 
 import pytest
 import torch
 
 import asyncvmm
+from asyncvmm._backends import driver
 from asyncvmm._backends.cuda import CudaExporterRegion
 from tests.gpu import ends
 
@@ -109,3 +113,60 @@ async def test_a_given_up_reservation_drains_before_it_is_free() -> None:
         async with e.reserve({"x": asyncvmm.TensorSpec((NBYTES,), torch.uint8)}) as owner:
             assert torch.cuda.current_stream().query()
             owner["x"].fill_(2)
+
+
+def capture_until(stop: threading.Event, failed: list[str], done: list[int]) -> None:
+    """Capture and replay graphs in the default mode until told to stop."""
+    x = torch.ones(1 << 16, device="cuda:0")
+    while not stop.is_set():
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                for _ in range(50):
+                    x.mul_(1.0)
+            graph.replay()
+            done.append(1)
+        except RuntimeError as error:
+            failed.append(str(error))
+
+
+async def captures_beside_pending(count: int) -> tuple[int, int]:
+    """Keep acknowledgements pending, capture meanwhile; return captures done and failed."""
+    name = f"gpu-{uuid.uuid4().hex}"
+    process = ends.start("holder", name, "cuda:0", 0)
+    stop, failed, done = threading.Event(), list[str](), list[int]()
+    async with asyncvmm.open_exporter(
+        name, device="cuda:0", pool_bytes="1MiB", slots=100, close_timeout=60
+    ) as exporter:
+        source = torch.ones(64, dtype=torch.uint8, device="cuda:0")
+        await exporter.wait_attached(1)
+        acks = [await exporter.send({"x": source}) for _ in range(100)]
+        while exporter.statistics().slots.draining < 100:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+        thread = threading.Thread(target=capture_until, args=(stop, failed, done))
+        thread.start()
+        while len(done) + len(failed) < count:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+        pending = sum(not ack.done() for ack in acks)
+        stop.set()
+        await asyncio.to_thread(thread.join)
+        assert pending == 100
+        await exporter.drain()
+    assert ends.result(process) == {"done": 1}
+    return len(done), len(failed)
+
+
+async def test_graphs_are_captured_beside_100_pending_acknowledgements() -> None:
+    """Field report 42.  Planted bug: fences are asked in the default capture mode (control)."""
+    done, failed = await captures_beside_pending(30)
+    assert done >= 30
+    assert failed == 0
+
+
+async def test_control_without_the_relaxed_mode_captures_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Field report 42, the control."""
+    monkeypatch.setattr(driver, "relaxed_capture", contextlib.nullcontext)
+    _, failed = await captures_beside_pending(5)
+    assert failed > 0

@@ -229,6 +229,13 @@ class Connections:
             if not has and conn.peer is not None and conn.peer.state is PeerState.OPEN:
                 await self._guard(conn, self.handshake.send_segment(conn, segment))
 
+    def coming(self) -> bool:
+        """Say whether some consumer was promised segments and has not said that it has them."""
+        return any(
+            conn.peer is not None and conn.peer.state is PeerState.CONNECTING and not conn.attaching
+            for conn in self.open.values()
+        )
+
     def attached(self) -> int:
         """Return how many consumers are open now."""
         return sum(

@@ -15,7 +15,7 @@ from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core import wire
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.layout import aligned
-from asyncvmm._errors import ArgumentError, BackendError
+from asyncvmm._errors import ArgumentError, AsyncVMMError, BackendError
 from asyncvmm._exporter.connections import Connections
 from asyncvmm._types import SegmentInfo
 
@@ -23,7 +23,11 @@ logger = logging.getLogger("asyncvmm.exporter")
 
 
 class Elastic:
-    """The segments of one exporter's pool.  ``room_made`` is called after each growth."""
+    """The segments of one exporter's pool.
+
+    ``room_made`` is called after each growth.  ``no_room`` is called when growing failed, with
+    the largest chunk that the pool can hold as it is, and why it got no larger.
+    """
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class Elastic:
         max_pool_bytes: int,
         shrink_after: float,
         room_made: Callable[[], None],
+        no_room: Callable[[int, AsyncVMMError], None],
     ) -> None:
         self.grown = 0
         self.shrunk = 0
@@ -45,56 +50,67 @@ class Elastic:
         self._connections = connections
         self._shrink_after = shrink_after
         self._room_made = room_made
+        self._no_room = no_room
         self._busy: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._idle_since: dict[int, float] = {}
         self._usable: dict[int, int] = {}
         self._closed = False
         self._failed = False
-        first = region.segments()[0]
-        self._add(first, min(first.nbytes, self.pool_bytes))
+        self._add(region.segments()[0])
 
     @property
     def limit(self) -> int:
         """The largest chunk the pool can ever hold, in bytes."""
-        first = self._region.segments()[0].nbytes
-        if self._usable[0] == first:
-            return self.max_pool_bytes
-        return max(self._usable[0], self.max_pool_bytes - first)
+        return self.max_pool_bytes
 
     def want(self, nbytes: int) -> None:
         """Somebody waits for ``nbytes``: begin to grow if the pool may."""
         if (
             self._busy is None
             and not self._closed
-            and not self._failed
             and self._core.slots.free
             and self._core.bytes.capacity < self.max_pool_bytes
+            and (not self._failed or nbytes > self._largest(mapped=True))
         ):
             self._busy = asyncio.get_running_loop().create_task(self._grow(nbytes))
 
     async def _grow(self, nbytes: int) -> None:
-        left = self.max_pool_bytes - self._core.bytes.capacity
-        size = min(left, max(nbytes, self.pool_bytes))
+        # After shrinking, free addresses may lie in several pieces: fill one after the other.
+        size = min(max(nbytes, self.pool_bytes), self._largest(mapped=False))
         try:
             segment = await asyncio.to_thread(self._region.grow, size)
             await self._connections.share(segment)
-            self._add(segment, min(segment.nbytes, left))
+            self._add(segment)
             self.grown += 1
             logger.info("the pool grew by %d bytes to %d", size, self._core.bytes.capacity)
         except (BackendError, ArgumentError) as error:
-            # The waiter waits on for memory that comes back; told once, not at every wait.
+            # What fits the pool as it is waits on; told once, not at every wait.
+            logger.warning("the pool cannot grow and stays at its size: %s", str(error))
             self._failed = True
-            logger.warning("the pool cannot grow and stays at its size: %s", error)
+            self._no_room(self._largest(mapped=True), error)
         finally:
             self._busy = None
         if not self._closed:
             self._schedule()
             self._room_made()
 
-    def _add(self, segment: SegmentInfo, usable: int) -> None:
+    def _add(self, segment: SegmentInfo) -> None:
+        # All of the segment is used, also what the memory rounded up, so that the next one lies
+        # right behind it; but nothing past the limit.
+        usable = min(segment.nbytes, self.max_pool_bytes - segment.start)
         self._usable[segment.index] = usable
         self._core.add_segment(segment, usable)
+
+    def _largest(self, *, mapped: bool) -> int:
+        """Return the longest piece of addresses that is mapped, or that is not, in bytes."""
+        largest = at = since = 0  # since: where the run of segments that ends at ``at`` began
+        for segment in sorted(self._region.segments(), key=lambda segment: segment.start):
+            if segment.start > at:
+                largest = max(largest, at - since if mapped else segment.start - at)
+                since = segment.start
+            at = segment.start + self._usable.get(segment.index, segment.nbytes)
+        return max(largest, at - since if mapped else self.max_pool_bytes - at)
 
     # -- shrinking ---------------------------------------------------------------------------
 
@@ -106,6 +122,9 @@ class Elastic:
     def _look(self) -> None:
         """Give back a segment that no owner has touched for long enough; one at a time."""
         self._timer = None
+        if self._connections.coming():
+            self._schedule()  # a consumer waits for every segment that it was promised
+            return
         loop = asyncio.get_running_loop()
         now = loop.time()
         for segment in self._region.segments():
@@ -134,7 +153,7 @@ class Elastic:
                 self.shrunk += 1
                 self._failed = False
         except BackendError as error:
-            logger.warning("a segment could not be given back: %s", error)
+            logger.warning("a segment could not be given back: %s", str(error))
         finally:
             self._connections.handshake.leaving.discard(index)
             self._busy = None

@@ -201,10 +201,10 @@ class Lending:
                     connection.link.post(data)
         while core.draining:
             draining, core.draining = core.draining, []
-            for record in draining:
-                if self._fenced or self._draining.copying:
-                    self._draining.begin(record)
-                else:
+            if self._fenced or self._draining.copying:
+                self._draining.begin(draining)
+            else:
+                for record in draining:
                     self._freed(record)
 
     def _freed(self, record: Record) -> None:

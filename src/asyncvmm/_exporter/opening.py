@@ -150,6 +150,7 @@ class open_exporter:
                 max_pool_bytes=self._max_pool_bytes,
                 shrink_after=self._shrink_after,
                 room_made=exporter._room.wake,
+                no_room=exporter._room.refuse,
             )
             listener.start(loop, connections.accept)
             undo.pop_all()

@@ -13,14 +13,15 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
-from asyncvmm._errors import ClosedError
+from asyncvmm._errors import AsyncVMMError, ClosedError
 
 
 class _Waiter:
-    __slots__ = ("future", "nbytes", "since")
+    __slots__ = ("error", "future", "nbytes", "since")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.error: AsyncVMMError | None = None
         self.since = monotonic()
         self.future: asyncio.Future[None] | None = None
 
@@ -52,7 +53,8 @@ class Room:
     async def turn(self, nbytes: int) -> None:
         """Wait until it is the caller's turn and ``nbytes`` fit; take them before any await.
 
-        Raises ClosedError if the exporter closes meanwhile.  Cancellation loses nothing.
+        Raises ClosedError if the exporter closes meanwhile, and what :meth:`refuse` was given.
+        Cancellation loses nothing.
         """
         waiter = _Waiter(nbytes)
         queue = self._queue
@@ -60,6 +62,8 @@ class Room:
         waited = False
         try:
             while not self._closed and (queue[0] is not waiter or not self._fits(nbytes)):
+                if waiter.error is not None:
+                    raise waiter.error
                 waited = True
                 if queue[0] is waiter:
                     self._wanted(nbytes)
@@ -93,6 +97,14 @@ class Room:
                     future.set_result(None)
                 else:
                     self._wanted(head.nbytes)
+
+    def refuse(self, most: int, error: AsyncVMMError) -> None:
+        """Send the head of the queue away with ``error`` if it wants more than ``most`` bytes."""
+        if self._queue and self._queue[0].nbytes > most:
+            head = self._queue[0]
+            head.error = error
+            if head.future is not None and not head.future.done():
+                head.future.set_result(None)
 
     def close(self) -> None:
         """Send everybody away with ClosedError."""
