@@ -1,0 +1,111 @@
+"""One connection's worth of fuzz, in either direction, over blocking sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from asyncvmm._core import wire
+from asyncvmm._types import RegionInfo, SegmentInfo
+from tests.process import grammar
+from tests.process.raw import PAGE, memfd, packet, welcome
+
+HELLO = wire.encode_greeting(wire.Hello(1, None, "host"))
+ATTACHED = wire.encode_greeting(wire.Attached())
+REGION = RegionInfo("host", 4 * PAGE, PAGE, 4)
+GONE = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError, TimeoutError)
+
+
+def read(sock: socket.socket) -> bytes:
+    """Return one packet, its descriptors closed; empty at the end."""
+    data, fds, _, _ = socket.recv_fds(sock, 1 << 17, 16)
+    for fd in fds:
+        os.close(fd)
+    return data
+
+
+def put(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
+    """Send one packet, which a SEQPACKET socket may refuse for its length."""
+    if fds:
+        socket.send_fds(sock, [data], list(fds), socket.MSG_NOSIGNAL)
+    else:
+        sock.send(data, socket.MSG_NOSIGNAL)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one connection will say; drawn before it begins, for how far it gets is chance."""
+
+    stage: str
+    packets: list[tuple[bytes, int]]
+    """Each with the number of descriptors that go with it."""
+    patient: bool
+    """Whether it waits for the other end to hang up."""
+
+    @classmethod
+    def of(cls, chance: random.Random, side: grammar.Side) -> Self:
+        """Draw one."""
+        return cls(
+            stage=chance.choice(["cold", "greeted", "attached", "attached", "attached"]),
+            packets=[
+                (grammar.packet(chance, side), chance.choice([0] * 30 + [1, 1, 1, 2, 50]))
+                for _ in range(chance.choice([1, 5, 20]))
+            ],
+            patient=chance.random() < 0.7,
+        )
+
+
+def attack_exporter(address: str, plan: Plan) -> int:
+    """Come as a consumer, further or less far, and misbehave; return the packets sent."""
+    sent = 0
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock,
+        contextlib.suppress(*GONE),
+        memfd(PAGE) as fd,
+    ):
+        sock.settimeout(5)
+        sock.connect(address)
+        if plan.stage != "cold":
+            put(sock, HELLO)
+            if not read(sock) or not read(sock):  # the welcome and the segment, or refused
+                return 1
+            sent += 1
+        if plan.stage == "attached":
+            put(sock, ATTACHED)
+            sent += 1
+        for data, fds in plan.packets:
+            put(sock, data, [fd] * fds)
+            sent += 1
+        if plan.patient:
+            sock.shutdown(socket.SHUT_WR)
+            while read(sock):
+                pass
+    return sent
+
+
+def attack_consumer(sock: socket.socket, plan: Plan) -> int:
+    """Be the exporter of a consumer that has connected; return the packets sent."""
+    sent = 0
+    with sock, contextlib.suppress(*GONE), memfd(PAGE) as fd:
+        sock.settimeout(5)
+        read(sock)
+        if plan.stage != "cold":
+            put(sock, welcome(REGION, 2))
+            put(sock, packet(wire.Segment(SegmentInfo(0, 0, PAGE))), [fd])
+            sent += 2
+        if plan.stage == "attached":
+            put(sock, packet(wire.Segment(SegmentInfo(5, 3 * PAGE, PAGE))), [fd])
+            sent += 1
+        for data, fds in plan.packets:
+            put(sock, data, [fd] * fds)
+            sent += 1
+        if plan.patient:
+            sock.shutdown(socket.SHUT_WR)
+            while read(sock):
+                pass
+    return sent
