@@ -129,7 +129,8 @@ class Elastic:
         now = loop.time()
         for segment in self._region.segments():
             index = segment.index
-            if index == 0 or not self._core.bytes.is_free(segment.start, self._usable[index]):
+            usable = self._usable.get(index)  # None if giving it back failed before
+            if index == 0 or usable is None or not self._core.bytes.is_free(segment.start, usable):
                 self._idle_since.pop(index, None)
                 continue
             since = self._idle_since.setdefault(index, now)
