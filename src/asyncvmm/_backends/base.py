@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from asyncvmm._errors import BackendError
 from asyncvmm._fds import OwnedFd
 from asyncvmm._types import RegionInfo, SegmentInfo
 
@@ -28,6 +29,14 @@ class Fence(Protocol):
         Called from the watcher's thread or from the loop's; never blocks.  Raises
         :class:`asyncvmm.BackendError` if that can no longer be known, which means "not done".
         """
+
+
+def surely_done(fence: Fence) -> bool:
+    """Say whether a fence is known to be done: if it cannot be asked, it is not."""
+    try:
+        return fence.done()
+    except BackendError:
+        return False
 
 
 class ExporterRegion(Protocol):
@@ -74,6 +83,12 @@ class ExporterRegion(Protocol):
 
     def forget_peer(self, peer: int) -> None:
         """Drop the events of a consumer whose process is gone."""
+
+    def ask(self, fences: Sequence[Fence]) -> list[bool]:
+        """Say of each fence whether it is done; one that cannot be asked counts as not done.
+
+        For the loop's thread: no other thread's graph capture is disturbed.
+        """
 
     def watching(self) -> AbstractContextManager[None]:
         """Prepare the calling thread for asking fences, for as long as the context lasts."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from asyncvmm._backends import driver, driver_memory
-from asyncvmm._backends.base import Fence
+from asyncvmm._backends.base import Fence, surely_done
 from asyncvmm._backends.contexts import PrimaryContext, Teardown, Undo
 from asyncvmm._backends.device_range import DeviceRange, Keepalive
 from asyncvmm._backends.driver_memory import Allocation, HandleType
@@ -240,6 +240,11 @@ class CudaExporterRegion:
             if teardown.step(event.destroy):
                 self._range.events.discard(event)
         teardown.finish()
+
+    def ask(self, fences: Sequence[Fence]) -> list[bool]:
+        """Say of each fence whether it is done; captures in other threads go on."""
+        with driver.relaxed_capture():
+            return [surely_done(fence) for fence in fences]
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -239,6 +239,8 @@ class Consumer(ObjectReceiveStream[Batch]):
             for data in outgoing:
                 post(data)
             outgoing.clear()
+            if not core.held:
+                self._link.flush()  # nothing more can join it, and somebody may wait for it
         idle = not core.inbox and not self._leases.live
         if core.state is PeerState.CLOSED and self._attached and idle:
             self._region.close()  # the last owner is back (inv. 15)

@@ -15,29 +15,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import cast
 
 from asyncvmm._backends.base import ExporterRegion, Fence
 from asyncvmm._core.ledger import Record
-from asyncvmm._errors import BackendError, RemoteProtocolError
+from asyncvmm._errors import RemoteProtocolError
 from asyncvmm._io.fences import FenceWatcher
 
 logger = logging.getLogger("asyncvmm.exporter")
 
 READY = -1
 """Stands where a peer's id stands, for the exporter's own ready events."""
-
-
-ASK_AT_ONCE = 4
-"""Releases in one packet from which on their events are asked on the loop's thread first: five
-driver calls around it cost as much as handing about four events to the watcher."""
-
-
-def _surely_done(fence: Fence) -> bool:
-    try:
-        return fence.done()
-    except BackendError:
-        return False  # the watcher will meet the same, and report it
 
 
 class Draining:
@@ -60,6 +49,7 @@ class Draining:
         self._failed = failed
         self._watcher: FenceWatcher | None = None
         self._open: dict[Record, set[tuple[int, int]]] = {}  # the lanes each still waits for
+        self._lanes: dict[tuple[int, int], int] = {}  # fences that the watcher has, by lane
         self._broken: set[Record] = set()
         self._leaving: set[int] = set()  # peers whose events are to be given back
 
@@ -70,32 +60,43 @@ class Draining:
         self._streams.add(stream)
 
     def begin(self, records: Sequence[Record]) -> None:
-        """Wait for everything that touched the bytes of each record."""
-        if len(records) < ASK_AT_ONCE:
-            for record in records:
-                self._begin(record, ask=False)
-            return
-        # In a deep pipeline most events are done when the releases come: to ask here, in the
-        # mode that leaves others' graph captures alone, is cheaper than to wake a thread.
-        with self._region.watching():
-            for record in records:
-                self._begin(record, ask=True)
+        """Wait for everything that touched the bytes of each record.
 
-    def _begin(self, record: Record, *, ask: bool) -> None:
-        copy = self.copying.get(record.slot)
-        if copy is not None:
-            # Given up while its copy runs: the copy's end is the fence.
-            copy.add_done_callback(lambda _: self._copied(record))
-            return
-        fences = self._fences(record)
-        if ask:
-            fences = {lane_of: f for lane_of, f in fences.items() if not _surely_done(f)}
-        if not fences:
-            self._freed(record)
-            return
+        An event is asked here first, in the mode that leaves others' graph captures alone: where
+        the GPUs run at the same time it is mostly done when the release comes, and a thread that
+        has to be woken, and to wake the loop, costs ten times the question.  Not if an earlier
+        one of its lane is pending: then it cannot be done.
+        """
+        found = []
+        for record in records:
+            copy = self.copying.get(record.slot)
+            if copy is None:
+                found.append((record, self._fences(record)))
+            else:
+                # Given up while its copy runs: the copy's end is the fence.
+                copy.add_done_callback(partial(self._copied, record))
+        asked = [
+            (fences, lane_of, fence)
+            for _, fences in found
+            for lane_of, fence in fences.items()
+            if lane_of not in self._lanes
+        ]
+        if asked:
+            answers = self._region.ask([fence for *_, fence in asked])
+            for (fences, lane_of, _), done in zip(asked, answers, strict=True):
+                if done:
+                    del fences[lane_of]
+        for record, fences in found:
+            if fences:
+                self._wait(record, fences)
+            else:
+                self._freed(record)
+
+    def _wait(self, record: Record, fences: dict[tuple[int, int], Fence]) -> None:
         self._open[record] = set(fences)
         watcher = self._watch()
         for lane_of, fence in fences.items():
+            self._lanes[lane_of] = self._lanes.get(lane_of, 0) + 1
             watcher.watch(lane_of, fence, (record, lane_of))
 
     def _fences(self, record: Record) -> dict[tuple[int, int], Fence]:
@@ -118,9 +119,9 @@ class Draining:
             logger.warning("consumer %d broke the rules: %s", peer, error)
             return None
 
-    def _copied(self, record: Record) -> None:
+    def _copied(self, record: Record, _: object) -> None:
         self.copying.pop(record.slot, None)
-        self._begin(record, ask=False)
+        self.begin((record,))
 
     def _watch(self) -> FenceWatcher:
         if self._watcher is None:
@@ -132,6 +133,9 @@ class Draining:
     def _on_done(self, done: list[tuple[object, Exception | None]]) -> None:
         for token, error in done:
             record, lane_of = cast("tuple[Record, tuple[int, int]]", token)
+            self._lanes[lane_of] -= 1
+            if not self._lanes[lane_of]:
+                del self._lanes[lane_of]
             waits = self._open.get(record)
             if waits is None or lane_of not in waits:
                 continue  # its peer died meanwhile

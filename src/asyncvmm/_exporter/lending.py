@@ -195,10 +195,15 @@ class Lending:
         if core.outgoing:
             outgoing, core.outgoing = core.outgoing, []
             connections = self._connections.open
+            # With one owner out somebody waits for just this; with more, what is posted in one
+            # loop turn leaves together.
+            alone = len(core.records) <= 1
             for peer_id, data in outgoing:
                 connection = connections.get(peer_id)
                 if connection is not None:
                     connection.link.post(data)
+                    if alone:
+                        connection.link.flush()
         while core.draining:
             draining, core.draining = core.draining, []
             if self._fenced or self._draining.copying:
