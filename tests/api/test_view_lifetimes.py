@@ -395,6 +395,9 @@ async def test_force_gives_back_at_once(debug: bool) -> None:
         batch[0].release(force=True)
         batch[0].release(force=True)
         batch[0].release()
+        assert batch[0].released
+        with pytest.raises(asyncvmm.ReleasedError):
+            batch[0]["x"]
         await pair.exporter.drain()
         check_all_back(pair.exporter)
         state = pair.consumer.statistics()

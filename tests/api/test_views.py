@@ -125,6 +125,12 @@ async def test_lazy_conjugates_arrive_as_their_values(name: str) -> None:
         for found in await arrived(pair, imaginary):
             assert not found.is_neg()
             assert bits(found) == conjugate[:, half:].tobytes()
+        negative = torch._neg_view(tensor)
+        assert negative.is_contiguous()
+        conjugate[:, half - 1] ^= 0x80
+        for found in await arrived(pair, negative):
+            assert not found.is_neg()
+            assert bits(found) == conjugate.tobytes()
 
 
 @pytest.mark.parametrize(
