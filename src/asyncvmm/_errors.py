@@ -39,6 +39,18 @@ import anyio
 class AsyncVMMError(Exception):
     """Root of every error this library raises on purpose."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # By class, text and attributes: constructors differ, and an error must survive a pool.
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(
+    kind: type[AsyncVMMError], args: tuple[object, ...], attributes: dict[str, object]
+) -> AsyncVMMError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
+
 
 class ArgumentError(AsyncVMMError, ValueError):
     """An argument that can never work; nothing was changed."""
