@@ -9,6 +9,7 @@ elements takes no bytes; a chunk is a multiple of 256 bytes and never empty.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from asyncvmm._errors import InvalidTensorError
@@ -78,6 +79,12 @@ def feature_bytes(name: str, dtype: str, shape: Sequence[int]) -> int:
                 feature=name,
             )
         size *= length
+    if not size and math.prod(length or 1 for length in shape) >= 1 << 63:
+        raise InvalidTensorError(
+            f"feature {name!r} has no elements, but the strides of its shape {tuple(shape)} do "
+            f"not fit 64 bits",
+            feature=name,
+        )
     return size
 
 

@@ -130,7 +130,10 @@ class Handshake:
 
     def attach(self, conn: Connection, packet: memoryview) -> None:
         """Take a consumer's word that the pool is mapped."""
-        message = wire.decode_greeting(packet)
+        try:
+            message = wire.decode_greeting(packet)
+        except VersionMismatchError as error:
+            raise RemoteProtocolError(f"a consumer changed its version: {error}") from None
         if not isinstance(message, wire.Attached) or conn.attaching or not conn.segments:
             raise RemoteProtocolError(
                 f"a consumer sent a {type(message).__name__} where only one Attached may come"
