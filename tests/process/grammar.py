@@ -62,8 +62,8 @@ def one_of(*choices: Any) -> Draw:
     return lambda chance: chance.choice(choices)
 
 
-slot = one_of(0, 0, 1, 1, 2, 3, 4, 7)
-generation = one_of(*range(1, 9))
+slot = one_of(0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4)
+generation = one_of(*range(1, 20))
 natural = one_of(*[n for n in NUMBERS if n >= 0])
 
 
@@ -72,8 +72,10 @@ def octets(limit: int) -> Draw:
 
 
 def feature(chance: random.Random) -> list[Any]:
-    shape = [chance.choice([0, 1, 1, 2, 3, 5, 100, 2**62]) for _ in range(chance.randrange(4))]
-    return [chance.choice(["a", "b", "x"]), chance.choice([*DTYPES, "float80"]), shape]
+    lengths = [0, 1, 1, 1, 2, 2, 3, 3, 5, 5, 16, 64, 100, 100, 1000, 2**62]
+    shape = [chance.choice(lengths) for _ in range(chance.choice([0, 1, 1, 1, 2, 3]))]
+    dtype = chance.choice(list(DTYPES)) if chance.random() < 0.97 else "float80"
+    return [chance.choice("abcdefgh"), dtype, shape]
 
 
 def owner(chance: random.Random) -> list[Any]:
@@ -85,7 +87,7 @@ def owner(chance: random.Random) -> list[Any]:
             size *= length
         sizes.append(size)
     nbytes = chunk_bytes(sizes) if chance.random() < 0.9 else chance.choice(NUMBERS)
-    start = chance.choice([0, 256, 512, 1024, PAGE - 256, PAGE, 2 * PAGE, 3 * PAGE])
+    start = chance.choice([0, 0, 256, 512, 1024, 3 * PAGE, 3 * PAGE, PAGE - 256, PAGE, 2 * PAGE])
     if nbytes >= 2**64:
         nbytes = 256
     key = chance.choice(["k", 1])
@@ -135,7 +137,7 @@ def message(chance: random.Random, side: Side) -> list[Any]:
     tag = chance.choice(USUAL[side] if chance.random() < 0.9 else list(MESSAGES[side]))
     fields = [draw(chance) for draw in MESSAGES[side][tag]]
     for at in range(len(fields)):
-        if chance.random() < 0.04:
+        if chance.random() < 0.02:
             fields[at] = value(chance)
     if chance.random() < 0.03:
         fields = fields[: chance.randrange(len(fields) + 1)]

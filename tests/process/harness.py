@@ -92,6 +92,7 @@ class Peer:
         self._facts: dict[str, list[dict[str, Any]]] = {}
         self._arrived = asyncio.Event()
         self._gone = False
+        self._status: int | None = None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._channel, self._on_readable)
 
@@ -101,12 +102,22 @@ class Peer:
         self, step: Callable[Concatenate[Me, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[T]:
         """Have a step begun now; await what comes of it later, or never."""
+        return self.begin_long(ANSWER_SECONDS, step, *args, **kwargs)
+
+    def begin_long(
+        self,
+        seconds: float,
+        step: Callable[Concatenate[Me, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> asyncio.Future[T]:
+        """Have a step begun that may take so many seconds."""
         assert not kwargs, "steps take positional arguments"
         self._number += 1
         answer: asyncio.Future[T] = self._loop.create_future()
         self._answers[self._number] = answer
         name = f"{step.__module__}:{step.__qualname__}"
-        deadline = self._loop.call_later(ANSWER_SECONDS, self._late, answer, name)
+        deadline = self._loop.call_later(seconds, self._late, answer, name)
 
         def over(answer: asyncio.Future[T]) -> None:
             deadline.cancel()
@@ -121,7 +132,7 @@ class Peer:
 
     def _late(self, answer: asyncio.Future[Any], name: str) -> None:
         if not answer.done():
-            answer.set_exception(TimeoutError(f"{name} took more than {ANSWER_SECONDS} s"))
+            answer.set_exception(TimeoutError(f"{name} took too long"))
 
     async def call(
         self, step: Callable[Concatenate[Me, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
@@ -243,11 +254,13 @@ class Peer:
         return self.status()
 
     def status(self) -> int:
-        """Return the exit status of a process that has ended; ask once."""
-        channel, status = self._nursery.ask([self.pid])
-        channel.close()
-        assert isinstance(status, int)
-        return status
+        """Return the exit status of a process that has ended."""
+        if self._status is None:
+            channel, status = self._nursery.ask([self.pid])
+            channel.close()
+            assert isinstance(status, int)
+            self._status = status
+        return self._status
 
     @property
     def printed(self) -> list[str]:
@@ -255,9 +268,10 @@ class Peer:
         return self._printed.read_text().splitlines() if self._printed.exists() else []
 
     def close(self) -> None:
-        """Make sure that it is dead, and let go of it."""
-        self.kill()
+        """Let go of a dead one; the nursery then does, too."""
+        self.status()
         self._lose()
+        self._printed.unlink(missing_ok=True)
         self._channel.close()
         self._pidfd.close()
 
@@ -278,10 +292,12 @@ def kill(pid: int) -> None:
 class Peers:
     """The processes of one test."""
 
-    def __init__(self, nursery: Nursery, folder: Path) -> None:
+    def __init__(self, nursery: Nursery, folder: Path, *, deadline: int = 120) -> None:
         self._nursery = nursery
         self._folder = folder
+        self._deadline = deadline
         self._peers: list[Peer] = []
+        self._started = 0
 
     def start(self, *, script: str = "", loop: str = "", **environment: str) -> Peer:
         """Start one, with the same kind of event loop as the test has unless told otherwise."""
@@ -290,13 +306,21 @@ class Peers:
             loop = "uvloop" if module.startswith("uvloop") else "asyncio"
         request = {
             "loop": loop,
-            "printed": str(self._folder / f"printed-{len(self._peers)}"),
+            "printed": str(self._folder / f"printed-{self._started}"),
+            "deadline": self._deadline,
             "environment": {**os.environ, **environment},
             "script": script,
         }
+        self._started += 1
         peer = Peer(self._nursery, request)
         self._peers.append(peer)
         return peer
+
+    async def end(self, peer: Peer) -> None:
+        """Kill one and forget it, so that a long run keeps nothing of it."""
+        self._peers.remove(peer)
+        await peer.killed()
+        peer.close()
 
     @property
     def pids(self) -> list[int]:
@@ -309,9 +333,8 @@ class Peers:
     async def __aexit__(self, *exc: object) -> None:
         for peer in self._peers:
             peer.kill()
-        for peer in self._peers:
-            await peer.died()
-            peer.close()
+        for peer in tuple(self._peers):
+            await self.end(peer)
 
 
 async def until(condition: Callable[[], bool], seconds: float = ANSWER_SECONDS) -> None:

@@ -31,9 +31,6 @@ from tests.process.patterns import pattern
 LARGEST = 200_000
 """Bytes of one message between a test and its processes."""
 
-DEADLINE_SECONDS = 120
-"""How long a process may live: a test that forgets it leaves nothing behind."""
-
 
 class Me:
     """What a step gets: what this process has, and the way back to the test."""
@@ -148,7 +145,7 @@ async def serve(channel: socket.socket) -> None:
 def play(channel: socket.socket, request: dict[str, Any]) -> None:
     """Be one process, from here to its end."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.alarm(DEADLINE_SECONDS)
+    signal.alarm(request["deadline"])  # whoever is forgotten leaves nothing behind
     os.environ.update(request["environment"])
     printed = os.open(request["printed"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(printed, 2)

@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import socket
 from typing import Any
 
 import asyncvmm
@@ -16,6 +17,7 @@ from tests.process.harness import until
 from tests.process.patterns import features, note, wrong
 from tests.process.ports import PausingPort
 from tests.process.puppet import Me
+from tests.process.sessions import Plan, attack_consumer, attack_exporter
 
 # -- an exporter -----------------------------------------------------------------------------
 
@@ -245,3 +247,89 @@ async def statistics(me: Me) -> dict[str, int]:
     """Return the numbers of this process's consumer."""
     state = me.consumer.statistics()
     return {"held": state.held, "viewed": state.viewed, "unread": state.unread}
+
+
+# -- fuzz --------------------------------------------------------------------------------------
+
+
+async def feed(me: Me, rank: int) -> int:
+    """Send to one rank, one owner at a time, until told to stop; return how many."""
+    stop = me.kept.setdefault("stop", asyncio.Event())
+    sent = 0
+    while not stop.is_set():
+        nbytes = 100 + sent % 1000
+        data = features(sent, rank, nbytes)
+        ack = await me.exporter.send(
+            data, key=sent, metadata=note(sent, rank, nbytes), to=rank, require="none"
+        )
+        waiting = asyncio.ensure_future(_settled(ack))
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        stopping.cancel()
+        sent += 1
+    return sent
+
+
+async def _settled(ack: asyncvmm.Acknowledgement) -> None:
+    await ack
+
+
+async def stop(me: Me) -> None:
+    """Have :func:`feed` and :func:`produce` end."""
+    me.kept["stop"].set()
+
+
+async def serve(me: Me) -> int:
+    """Receive, check and release until the stream ends; return how many owners there were."""
+    count = 0
+    async for batch in me.consumer:
+        with batch:
+            for owner in batch:
+                if problem := wrong(owner):
+                    raise AssertionError(problem)
+                count += 1
+    return count
+
+
+async def attack(me: Me, address: str, seed: int, connections: int) -> int:
+    """Come as a consumer so many times; return the packets sent."""
+    chance = random.Random(seed)
+    plans = (Plan.of(chance, "consumer") for _ in range(connections))
+    return sum(attack_exporter(address, plan) for plan in plans)
+
+
+async def pose(me: Me, address: str, seed: int, connections: int) -> int:
+    """Be the exporter of so many consumers; return the packets sent."""
+    chance = random.Random(seed)
+    sent = 0
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.settimeout(20)
+        listener.bind(address)
+        listener.listen()
+        for _ in range(connections):
+            sent += attack_consumer(listener.accept()[0], Plan.of(chance, "exporter"))
+    os.unlink(address)
+    return sent
+
+
+async def suffer(me: Me, address: str, connections: int) -> dict[str, int]:
+    """Connect so many times, read all that comes; return how often it ended in which way."""
+    ends: dict[str, int] = {"owners": 0}
+    for _ in range(connections):
+        try:
+            async with (
+                asyncio.timeout(20),
+                asyncvmm.connect(address, rank=0, wait=True) as consumer,
+            ):
+                async for batch in consumer:
+                    with batch:
+                        for owner in batch:
+                            owner.clone()  # every byte that was let through is there
+                            ends["owners"] += 1
+        except asyncvmm.AsyncVMMError as error:
+            end = type(error).__name__
+        else:
+            end = "end"
+        ends[end] = ends.get(end, 0) + 1
+    return ends

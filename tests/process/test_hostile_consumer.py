@@ -202,20 +202,25 @@ HALF_WAY: dict[str, list[bytes]] = {
     "another hello": [HELLO],
     "a goodbye": [packet(wire.Goodbye())],
     "rubbish": [RUBBISH["random bytes"]],
+    "another version": [wire.encode_greeting(wire.Attached(), version=wire.VERSION + 1)],
     "attached twice": [wire.encode_greeting(wire.Attached())] * 2 + [b"\x00"],
 }
 
 
 @pytest.mark.parametrize("packets", HALF_WAY.values(), ids=HALF_WAY)
 async def test_messages_before_attached_end_the_connection(
-    victim: Victim, packets: list[bytes]
+    victim: Victim, packets: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Kills: a message that is taken from a consumer to which nothing was delivered yet."""
+    """Kills: a message that is taken from a consumer to which nothing was delivered yet.
+
+    The second version it gives is its fault, too, and not a bug here.
+    """
     with RawConsumer.to(victim.address) as raw:
         await raw.hello(1)
         await raw.send(*packets)
         assert await raw.rest() == []
     await victim.unharmed()
+    assert "met a bug" not in caplog.text
 
 
 async def test_attached_before_the_pool_was_sent_ends_the_connection(victim: Victim) -> None:

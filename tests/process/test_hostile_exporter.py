@@ -317,6 +317,9 @@ BAD: dict[str, list[bytes]] = {
     "a shape that wraps": [
         deliver(owner(nbytes=256, features=[feature(dtype="int64", shape=(1 << 61,))]))
     ],
+    "nothing, of a huge shape": [
+        deliver(owner(nbytes=256, features=[feature(shape=(0, 1 << 62, 1 << 62))]))
+    ],
     "65 dimensions": [deliver(owner(nbytes=256, features=[feature(shape=(1,) * 65)]))],
     "a length below": [raw_owner(features=[["x", "uint8", [-100]]])],
     "two lengths below": [raw_owner(features=[["x", "uint8", [-10, -10]]])],
