@@ -23,6 +23,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 FLAGS = ("-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1")
+OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-o", "python_files=cases_*.py")
 
 
 @functools.cache
@@ -65,9 +66,9 @@ def environment(state: Path, settings: Mapping[str, str] | None = None) -> dict[
 
 
 def run_pytest(cases: str, state: Path, settings: Mapping[str, str] | None = None) -> None:
-    """Run a file of cases beside this one in a child process that has the stand-in."""
+    """Run a file or folder of cases beside this one in a child process that has the stand-in."""
     found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / cases)],
+        [sys.executable, "-m", "pytest", *OPTIONS, str(HERE / cases)],
         env=environment(state, settings),
         cwd=ROOT,
         stdout=subprocess.PIPE,
