@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncvmm._core import wire
-from asyncvmm._core.ledger import PeerState, Record
+from asyncvmm._core.ledger import PeerState, Record, Tally
 from asyncvmm._core.slots import SlotState
 from asyncvmm._errors import ArgumentError, ClosedError, LocalProtocolError, RankError
 from asyncvmm._types import Broadcast, Compete, Key, Outcome
@@ -71,6 +71,8 @@ def test_all_may_settle_in_different_ways() -> None:
     pair.settle()
     assert record.outcome == Outcome((0, 2), ((1, "no such device"),), (3,))
     assert pair.fences == [record]
+    assert pair.exporter.tally == Tally(batches=1, released=2, refused=1, lost=1)
+    assert [end.peer.releases for end in ends] == [1, 0, 1, 0]
 
 
 def refused(pair: Pair, *records: Record, key: Key = "key", to: object = None) -> None:

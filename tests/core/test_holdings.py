@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncvmm._core import wire
+from asyncvmm._core.ledger import PeerState
 from asyncvmm._core.slots import SlotState
 from asyncvmm._errors import LocalProtocolError
 from asyncvmm._types import Broadcast, Outcome
@@ -20,6 +21,11 @@ def pair() -> Pair:
 
 def both(pair: Pair) -> tuple[End, End]:
     return pair.attach(0), pair.attach(1)
+
+
+def presence(pair: Pair, end: End) -> tuple[PeerState, bool, int]:
+    """Return a peer's state, whether it is absent, and how many are."""
+    return end.peer.state, end.peer.absent, pair.exporter._absent
 
 
 def read_all(pair: Pair, end: End) -> None:
@@ -57,7 +63,9 @@ def test_quarantine_ends_by_a_late_release_or_by_death(pair: Pair, way: str) -> 
     pair.settle()
     pair.take(end)
     pair.vanish(end)
+    pair.vanish(end)
     assert pair.exporter.slots.states[record.slot] is QUARANTINED
+    assert presence(pair, end) == (PeerState.CLOSING, True, 1)
     if way == "release":
         pair.inject(end, wire.Release(record.slot, record.generation))
         assert record.outcome == Outcome(released=(0,))
@@ -68,6 +76,7 @@ def test_quarantine_ends_by_a_late_release_or_by_death(pair: Pair, way: str) -> 
         assert record.released_by == (), "a dead process needs no fence"
     assert pair.fences == [record]
     assert end.id not in pair.exporter.peers
+    assert presence(pair, end) == (PeerState.CLOSED, False, 0)
     pair.fence_done(record)
     assert pair.exporter.slots.free == 4
 
@@ -77,6 +86,7 @@ def test_who_vanishes_with_nothing_is_simply_gone(pair: Pair) -> None:
     end, _ = both(pair)
     pair.vanish(end)
     assert end.id not in pair.exporter.peers
+    assert presence(pair, end) == (PeerState.CLOSED, False, 0)
     pair.vanish(end)
     pair.die(end)
     assert pair.attach(0).member == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import permutations
 
 import pytest
@@ -55,6 +56,31 @@ def test_feature_without_elements_takes_no_bytes_and_a_chunk_is_never_empty() ->
     assert feature_bytes("x", "float32", (2**62, 0)) == 0
     assert offsets([0, 4, 0, 4]) == [0, 0, 256, 256]
     assert chunk_bytes([]) == chunk_bytes([0, 0]) == 256
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_element_takes_the_bits_that_its_name_says(dtype: str) -> None:
+    """Kills a wrong size in the table, which would cut or mix up features."""
+    if dtype == "bool" or dtype.startswith("bits"):
+        bits = 8 if "x" in dtype or dtype == "bool" else int(dtype.removeprefix("bits"))
+    elif dtype.endswith("_x2"):
+        bits = 2 * int(dtype.removeprefix("float")[0])
+    else:
+        bits = int(re.match(r"[a-z]+(\d+)", dtype)[1])  # type: ignore[index]  # all match
+    assert DTYPES[dtype] == max(1, bits // 8)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "rounded"), [(0, 0), (1, 256), (255, 256), (256, 256), (257, 512)]
+)
+def test_sizes_are_rounded_up_to_256(nbytes: int, rounded: int) -> None:
+    """Kills a rounding that is off by one."""
+    assert aligned(nbytes) == rounded
+
+
+def test_as_many_dimensions_as_torch_has() -> None:
+    """Kills a bound that refuses what torch can make."""
+    assert feature_bytes("x", "int16", (1,) * MAX_DIMENSIONS) == 2
 
 
 def test_scalar_takes_one_element() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncvmm._core import ledger
 from asyncvmm._core.ledger import BatchRecord, Peer, PeerState, Record
 from asyncvmm._types import Outcome
 
@@ -19,6 +20,23 @@ def test_an_outcome_says_who_did_what_in_order() -> None:
     assert other.outcome == Outcome()
     record.holders.add(1)
     assert not other.holders
+
+
+def test_a_record_is_published_once_it_is_in_a_batch() -> None:
+    """Kills a loan that a close takes for an owner that is out."""
+    record = Record(0, 1, 0, 256)
+    assert (record.published, record.ready, record.stamp) == (False, b"", 0.0)
+    record.batch = BatchRecord(1, [record], b"")
+    assert record.published
+
+
+def test_shared_outcomes_are_bounded() -> None:
+    """Kills a memory that grows with every name a competitor ever had."""
+    for number in range(3000):
+        record = Record(0, 1, 0, 256)
+        record.released += (f"consumer-{number}",)
+        assert record.outcome.released == (f"consumer-{number}",)
+        assert 0 < len(ledger._complete) <= 1024
 
 
 def test_outcomes_without_a_flaw_are_shared_and_right() -> None:

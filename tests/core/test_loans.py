@@ -44,6 +44,15 @@ def test_only_the_usable_bytes_of_a_segment_are_lent(loans: Loans) -> None:
     assert loans.reserve(1280) is None
 
 
+def test_the_last_slot_and_the_last_bytes_can_be_had(loans: Loans) -> None:
+    """Kills a pool that always keeps one back."""
+    lend(loans, 768)
+    assert loans.fits(256)
+    assert not loans.fits(257)
+    lend(loans, 256)
+    assert not loans.fits(0)
+
+
 @pytest.mark.parametrize("lacking", ["a slot", "bytes"])
 def test_a_loan_that_cannot_be_had_changes_nothing(loans: Loans, lacking: str) -> None:
     """Kills a chunk that is taken before it is known that there is a slot."""

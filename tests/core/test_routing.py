@@ -162,6 +162,18 @@ def test_the_freest_gets_the_next_batch_and_equals_take_turns() -> None:
     assert len(route.pending) == 1
 
 
+def test_of_equals_the_one_that_has_waited_longest_gets_the_next() -> None:
+    """Kills a consumer that gets everything because it always takes at once."""
+    route = Competitors()
+    peers = [competing(route, number) for number in range(3)]
+    served = []
+    for number in range(6):
+        route.pending.append(batch(number))
+        served.append(give(route))
+        peers[number % 3].untaken.clear()
+    assert served == [*peers, *peers]
+
+
 @pytest.mark.parametrize("why", ["connecting", "closing", "no credit", "told goodbye"])
 def test_who_may_not_get_a_batch_gets_none(why: str) -> None:
     """Kills a batch that is handed to somebody who will not read it."""
