@@ -19,7 +19,11 @@ from asyncvmm._fds import OwnedFd
 from asyncvmm._tensors.host import HostPort
 from asyncvmm._types import SegmentInfo
 from asyncvmm.testing import Pair, open_pair
+from tests.api import steps as own_steps
 from tests.api.books import check_all_back, check_books, check_no_sleeper, passes, until
+from tests.process import steps
+from tests.process.counters import Counters
+from tests.process.harness import Peers
 
 KIB = 1024
 
@@ -620,3 +624,56 @@ async def test_a_segment_that_comes_while_a_consumer_comes_is_sent_to_it_once() 
                         assert torch.equal(batch[0]["x"], chunk(64, number)["x"])
                 del batch
             await consumer.aclose()
+
+
+# -- for long ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_a_hundred_thousand_owners_through_a_small_pool(peers: Peers) -> None:
+    """Between two processes, sent and reserved in turn, of all sizes, every byte checked.
+
+    On asyncio a fifth of that: the loops differ in speed, not in what may go wrong.
+
+    Kills: an owner lost, doubled, mixed with another or shifted, and whatever grows with traffic
+    on either side: descriptors, mappings, memory.
+    """
+    fast = type(asyncio.get_running_loop()).__module__.startswith("uvloop")
+    rounds = 20 if fast else 4
+    portion = 5_000
+    async with asyncvmm.open_exporter(
+        "pool", device="cpu", pool_bytes="512KiB", slots=32
+    ) as exporter:
+        consumer = peers.start()
+        await consumer.call(steps.connect, "pool", 0)
+        ours, theirs = [], []
+        for first in range(0, rounds * portion, portion):
+            soaking = consumer.begin(own_steps.soak, first, portion)
+            await produce_soak(exporter, first, portion)
+            theirs.append(await soaking)
+            ours.append(vars(Counters.of()))
+            check_books(exporter)
+        await exporter.drain()
+        stats = check_all_back(exporter)
+        assert stats.published == stats.acknowledged == rounds * portion
+        assert stats.refused == stats.lost == stats.consumers[0].stale == 0
+        assert stats.waits > 100
+        assert stats.high_water <= 512 * KIB
+        for counted in (ours, theirs):
+            after_a_while, at_the_end = counted[1], counted[-1]
+            for what in ("descriptors", "mappings", "threads"):
+                assert at_the_end[what] == after_a_while[what]
+            assert at_the_end["rss"] - after_a_while["rss"] < 4 * KIB * KIB
+
+
+async def produce_soak(exporter: asyncvmm.Exporter, first: int, count: int) -> None:
+    for number in range(first, first + count):
+        size = own_steps.size_of(number)
+        if number % 2:
+            await exporter.send({"x": own_steps.expected(number, 0, size)}, key=number)
+        else:
+            spec = {"x": TensorSpec((size,), torch.uint8)}
+            async with exporter.reserve(spec, key=number, metadata=True) as owner:
+                owner["x"].copy_(own_steps.expected(number, owner.generation, size))
+                owner.publish()

@@ -393,11 +393,11 @@ async def test_force_gives_back_at_once(debug: bool) -> None:
         batch = await received(pair)
         view: Any = batch[0]["x"]
         batch[0].release(force=True)
-        batch[0].release(force=True)
-        batch[0].release()
         assert batch[0].released
         with pytest.raises(asyncvmm.ReleasedError):
             batch[0]["x"]
+        batch[0].release(force=True)
+        batch[0].release()
         await pair.exporter.drain()
         check_all_back(pair.exporter)
         state = pair.consumer.statistics()

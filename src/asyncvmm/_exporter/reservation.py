@@ -94,10 +94,24 @@ class WritableOwner:
         """Size of the chunk in bytes."""
         return self._plan.nbytes
 
-    def __getitem__(self, name: str) -> Tensor:
-        """Return the feature as a writable tensor; no payload byte is copied."""
+    @property
+    def slot(self) -> int:
+        """The slot that it uses, as its consumers will see it."""
+        return self._loan().slot
+
+    @property
+    def generation(self) -> int:
+        """Which use of that slot it is."""
+        return self._loan().generation
+
+    def _loan(self) -> Record:
         if self._record is None:
             raise ReleasedError("this owner was published or given back; its memory is not yours")
+        return self._record
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the feature as a writable tensor; no payload byte is copied."""
+        self._loan()
         return self._exporter._view(self._holder, self._plan, self._names[name])
 
     def __iter__(self) -> Iterator[str]:
