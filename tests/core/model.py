@@ -200,9 +200,11 @@ class Model:
         self._retry(owner)
 
     def _retry(self, owner: Owner) -> None:
-        if owner.readers and owner.readers <= self.dead:
-            owner.readers.clear()
-            owner.stage = Stage.DRAINING
+        """Forget the dead; what was stuck only for want of their fences drains again."""
+        if owner.readers & self.dead:
+            owner.readers -= self.dead
+            if owner.stage is Stage.STUCK and not owner.readers:
+                owner.stage = Stage.DRAINING
 
     def over(self, owner: Owner) -> None:
         """Note that an owner is free."""
@@ -275,7 +277,7 @@ class Model:
         for owner in self.holds(side):
             self._settle(side, owner, Fate.LOST)
         side.absent, side.gone = False, True
-        for owner in self.at(Stage.STUCK):
+        for owner in (*self.at(Stage.STUCK), *self.at(Stage.OUT)):
             self._retry(owner)
 
     def vanished(self, side: Side) -> None:

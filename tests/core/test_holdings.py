@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncvmm._core import wire
-from asyncvmm._core.ledger import PeerState
+from asyncvmm._core.ledger import PeerState, Record
 from asyncvmm._core.slots import SlotState
 from asyncvmm._errors import LocalProtocolError
 from asyncvmm._types import Broadcast, Outcome
@@ -26,6 +26,11 @@ def both(pair: Pair) -> tuple[End, End]:
 def presence(pair: Pair, end: End) -> tuple[PeerState, bool, int]:
     """Return a peer's state, whether it is absent, and how many are."""
     return end.peer.state, end.peer.absent, pair.exporter._absent
+
+
+def readers(record: Record) -> list[int]:
+    """Return whose release events are to be waited for."""
+    return [peer for peer, _ in record.released_by]
 
 
 def read_all(pair: Pair, end: End) -> None:
@@ -135,6 +140,21 @@ def test_a_failed_fence_never_frees(pair: Pair) -> None:
     assert record.outcome == Outcome(released=(0, 1)), "how it ended is not forgotten"
     pair.fence_done(record)
     assert pair.exporter.slots.free == 4
+
+
+def test_a_dead_readers_fence_is_not_asked_when_others_let_go_later(pair: Pair) -> None:
+    """Kills a question about an event that went with its process."""
+    first, second = both(pair)
+    record = pair.send()
+    read_all(pair, first)
+    asked = [readers(record)]
+    pair.die(first)
+    asked.append(readers(record))
+    assert pair.exporter.slots.states[record.slot] is HELD
+    read_all(pair, second)
+    asked.append(readers(record))
+    assert asked == [[first.id], [], [second.id]]
+    assert record.outcome == Outcome(released=(0, 1))
 
 
 def test_a_fence_that_fails_after_its_reader_died_is_asked_once_more(pair: Pair) -> None:

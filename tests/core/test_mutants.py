@@ -426,6 +426,17 @@ def _(patch: Patch) -> None:
     patch.setattr(Holdings, "_bury", nothing)
 
 
+@mutant("a dead consumer's fence is still asked when others let go", BroadcastMachine)
+def _(patch: Patch) -> None:
+    def bury(core: Holdings, peer_id: int) -> None:
+        core._dead.add(peer_id)
+        for record in list(core.records.values()):
+            if core.slots.states[record.slot] is SlotState.QUARANTINED:
+                core._forget_dead(record)
+
+    patch.setattr(Holdings, "_bury", bury)
+
+
 @mutant("a second goodbye is answered again", BroadcastMachine)
 def _(patch: Patch) -> None:
     tell = ExporterCore._tell

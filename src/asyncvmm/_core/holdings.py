@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from asyncvmm._core.ledger import Peer, PeerState, Record
 from asyncvmm._core.loans import Loans
-from asyncvmm._core.slots import HELD, QUARANTINED
+from asyncvmm._core.slots import DRAINING, HELD, QUARANTINED
 
 
 class Holdings(Loans):
@@ -19,7 +19,7 @@ class Holdings(Loans):
         super().__init__(slots)
         self.peers: dict[int, Peer] = {}
         self._absent = 0  # peers whose link is gone while they hold something
-        self._dead: set[int] = set()  # dead peers whose fences some record still names
+        self._dead: set[int] = set()  # dead peers whose fences may be being asked
 
     def fence_failed(self, record: Record) -> None:
         """Quarantine a draining slot whose fence can no longer be asked: never free by guess.
@@ -29,7 +29,7 @@ class Holdings(Loans):
         """
         self._check_use(record)
         self.slots.move(record.slot, QUARANTINED)
-        self._drain_if_dead(record)
+        self._forget_dead(record)
 
     def _settle(self, peer: Peer, record: Record) -> None:
         """Note that a peer holds a record no more; the caller has noted how that came."""
@@ -76,15 +76,20 @@ class Holdings(Loans):
 
     def _bury(self, peer_id: int) -> None:
         """Note that a process is gone, and with it every read that it had queued."""
-        records = list(self.records.values())
         self._dead.add(peer_id)
-        self._dead &= {reader for record in records for reader, _ in record.released_by}
-        for record in records:
-            if self.slots.states[record.slot] is QUARANTINED:
-                self._drain_if_dead(record)
+        asked = set[int]()  # those whose fences somebody is waiting for at this moment
+        for record in list(self.records.values()):
+            if self.slots.states[record.slot] is DRAINING:
+                asked.update(reader for reader, _ in record.released_by)
+            else:
+                self._forget_dead(record)
+        self._dead &= asked
 
-    def _drain_if_dead(self, record: Record) -> None:
+    def _forget_dead(self, record: Record) -> None:
+        """Forget the reads of dead peers; drain what was stuck only for want of their fences."""
         readers = record.released_by
-        if readers and not record.holders and all(peer in self._dead for peer, _ in readers):
-            record.released_by = ()
-            self._drain(record)
+        living = tuple(reader for reader in readers if reader[0] not in self._dead)
+        if len(living) < len(readers):
+            record.released_by = living
+            if not living and not record.holders and not record.waiting:
+                self._drain(record)
