@@ -9,6 +9,7 @@ end as any interpreter does, by falling off the end of this file.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import os
 import select
@@ -16,7 +17,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -153,12 +154,16 @@ def play(channel: socket.socket, request: dict[str, Any]) -> None:
     os.close(printed)
     channel.setblocking(False)
     factory = uvloop.new_event_loop if request["loop"] == "uvloop" else asyncio.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        if request["script"]:
-            scope = {"__name__": "__main__", "runner": runner, "me": Me(channel)}
-            exec(compile(request["script"], "script", "exec"), scope)
-        else:
-            runner.run(serve(channel))
+
+    def run(main: Coroutine[Any, Any, None]) -> None:
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(main)
+
+    if request["script"]:
+        scope = {"__name__": "__main__", "run": run, "tell": Me(channel).tell}
+        exec(compile(request["script"], "script", "exec"), scope)
+    else:
+        run(serve(channel))
 
 
 class Nursery:
@@ -203,6 +208,8 @@ def main() -> None:
     preload("cpu")
     importlib.import_module("tests.process.steps")
     torch.equal(*[pattern(0, 0, 100)] * 2)  # torch looks at the machine at its first operation
+    gc.collect()
+    gc.freeze()  # a process that ends looks through what it made, not through all of torch
     nursery = Nursery(sys.argv[1])
     os.write(1, b"ready\n")
     found = nursery.serve()

@@ -1,0 +1,348 @@
+"""Programs that end without the manners they were asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import asyncvmm
+from tests.process.counters import pool_mappings
+from tests.process.harness import Peers, turns
+from tests.process.patterns import features, note
+
+PROMPTLY = 1.0
+"""Seconds within which the end of a process must have been acted upon."""
+
+HEAD = ("Task exception was never retrieved", "future: <Task finished name='Task-1' ")
+OTHER = "exception occurred:"
+
+BY_SIGINT = -signal.SIGINT
+"""How an interpreter ends after a KeyboardInterrupt that nobody caught."""
+
+
+def program(body: str) -> str:
+    """Return a program whose main function has this body."""
+    return (
+        "import asyncio, atexit, os, sys, torch, asyncvmm\n"
+        "kept = {}\n"
+        "async def sending(exporter):\n"
+        "    await exporter.wait_attached(1)\n"
+        "    for i in range(3):\n"
+        "        kept[i] = await exporter.send({'x': torch.full((100,), i)})\n"
+        "    await asyncio.sleep(0)\n"
+        "    tell('ready')\n"
+        "async def main():\n" + textwrap.indent(textwrap.dedent(body), "    ") + "\n"
+        "run(main())\n"
+    )
+
+
+def beyond_traceback(lines: list[str]) -> list[str]:
+    """Return what was printed besides tracebacks; chained ones count as one.
+
+    Where a task calls sys.exit, asyncio may print one of its own, with a head of two lines, and
+    does so without us.
+    """
+    extra, inside = [], False
+    for line in lines:
+        if line.startswith("Traceback (most recent call last)"):
+            inside = True
+        elif inside and line and not line.startswith(" "):
+            inside = False  # the exception itself
+        elif line and not inside and not line.endswith(OTHER) and not line.startswith(HEAD):
+            extra.append(line)
+    return extra
+
+
+# -- consumers -----------------------------------------------------------------------------------
+
+CONSUMERS: dict[str, tuple[str, int]] = {
+    "forgets to close": (
+        """
+        consumer = await asyncvmm.connect("pool", device="cpu", rank=0).__aenter__()
+        kept["batch"] = await consumer.receive()
+        tell("ready")
+        """,
+        0,
+    ),
+    "forgets to close, with everything in reference cycles": (
+        """
+        consumer = await asyncvmm.connect("pool", device="cpu", rank=0).__aenter__()
+        batch = await consumer.receive()
+        cycle = [consumer, batch, batch[0]["bytes"]]
+        cycle.append(cycle)
+        tell("ready")
+        """,
+        0,
+    ),
+    "raises": (
+        """
+        async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+            batch = await consumer.receive()
+            tell("ready")
+            raise ValueError("mine")
+        """,
+        1,
+    ),
+    "raises while it looks at a view": (
+        """
+        async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+            async for batch in consumer:
+                for owner in batch:
+                    with owner:
+                        view = owner["bytes"]
+                        tell("ready")
+                        view.reshape(-7)
+        """,
+        1,
+    ),
+    "calls sys.exit in a task": (
+        """
+        async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+            async def work():
+                batch = await consumer.receive()
+                tell("ready")
+                sys.exit(3)
+            await asyncio.gather(work(), consumer.receive())
+        """,
+        3,
+    ),
+    "calls os._exit": (
+        """
+        async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+            batch = await consumer.receive()
+            tell("ready")
+            os._exit(7)
+        """,
+        7,
+    ),
+    "gets Ctrl-C while it waits": (
+        """
+        async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+            kept["batch"] = await consumer.receive()
+            kept["second"] = await consumer.receive()
+            tell("ready")
+            await asyncio.sleep(60)
+        """,
+        BY_SIGINT,
+    ),
+    "gets Ctrl-C while it waits for a batch": (
+        """
+        async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+            count = 0
+            async for batch in consumer:
+                batch.release()
+                count += 1
+                if count == 4:
+                    tell("ready")
+        """,
+        BY_SIGINT,
+    ),
+    "keeps views in globals": (
+        """
+        async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+            batch = await consumer.receive()
+            kept["view"] = batch[0]["bytes"][3:]
+            batch.release()
+            kept["owner"] = (await consumer.receive())[0]
+            kept["words"] = kept["owner"]["words"].numpy()
+            tell("ready")
+        """,
+        0,
+    ),
+    "uses a view at exit": (
+        """
+        async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+            view = (await consumer.receive())[0]["bytes"]
+            atexit.register(lambda: view.sum().item())
+            tell("ready")
+        """,
+        0,
+    ),
+    "leaves with batches unread": (
+        """
+        async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+            await consumer.receive()
+            tell("ready")
+        """,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "status"), CONSUMERS.values(), ids=CONSUMERS)
+async def test_a_consumer_program_that_ends_gives_everything_back(
+    peers: Peers, body: str, status: int
+) -> None:
+    """Kills: an end that prints, hangs, changes the exit status, or keeps an owner."""
+    async with asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB", slots=4) as e:
+        acks = []
+        for owner in range(4):
+            terms = {"key": owner, "metadata": note(owner, 0, 500)}
+            acks.append(await e.send(features(owner, 0, 500), require="none", **terms))  # type: ignore[arg-type]  # two types in one dict
+        peer = peers.start(script=program(body))
+        await peer.at("ready")
+        if status == BY_SIGINT:
+            peer.signal(signal.SIGINT)
+        await peer.died()
+        async with asyncio.timeout(PROMPTLY):
+            for ack in acks:
+                await ack
+        assert peer.status() == status
+        assert len(beyond_traceback(peer.printed)) <= 1
+        assert status == 3 or ("Traceback" in "".join(peer.printed)) == (status in {1, BY_SIGINT})
+        assert e.statistics().slots.free == 4
+        assert e.statistics().consumers == ()
+
+
+# -- exporters -----------------------------------------------------------------------------------
+
+EXPORTERS: dict[str, tuple[str, int, type[Exception]]] = {
+    "forgets to close": (
+        """
+        opening = asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB")
+        exporter = await opening.__aenter__()
+        kept["exporter"] = exporter
+        await sending(exporter)
+        """,
+        0,
+        asyncvmm.PeerLostError,
+    ),
+    "raises": (
+        """
+        async with asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB") as exporter:
+            await sending(exporter)
+            raise ValueError("mine")
+        """,
+        1,
+        asyncvmm.PeerLostError,
+    ),
+    "raises inside a reservation": (
+        """
+        async with asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB") as exporter:
+            await sending(exporter)
+            async with exporter.reserve({"x": asyncvmm.TensorSpec((9,), "uint8")}) as owner:
+                kept["tensor"] = owner["x"]
+                raise ValueError("mine")
+        """,
+        1,
+        asyncvmm.PeerLostError,
+    ),
+    "calls sys.exit in a task": (
+        """
+        async with asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB") as exporter:
+            async def work():
+                await sending(exporter)
+                sys.exit(3)
+            await asyncio.gather(work(), exporter.drain())
+        """,
+        3,
+        asyncvmm.PeerLostError,
+    ),
+    "gets Ctrl-C while it waits": (
+        """
+        async with asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB") as exporter:
+            await sending(exporter)
+            await exporter.drain()
+        """,
+        BY_SIGINT,
+        asyncvmm.PeerLostError,
+    ),
+    "gets Ctrl-C while it closes": (
+        """
+        options = {"pool_bytes": "64KiB", "close_timeout": 60}
+        async with asyncvmm.open_exporter("pool", device="cpu", **options) as exporter:
+            await sending(exporter)
+        """,
+        BY_SIGINT,
+        asyncvmm.EndOfStream,
+    ),
+    "keeps tensors of its pool in globals": (
+        """
+        options = {"pool_bytes": "64KiB", "close_timeout": 0}
+        async with asyncvmm.open_exporter("pool", device="cpu", **options) as exporter:
+            async with exporter.reserve({"x": asyncvmm.TensorSpec((9,), "uint8")}) as owner:
+                kept["tensor"] = owner["x"]
+                kept["owner"] = owner
+            await sending(exporter)
+        """,
+        0,
+        asyncvmm.EndOfStream,
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "status", "end"), EXPORTERS.values(), ids=EXPORTERS)
+async def test_an_exporter_program_that_ends_leaves_what_was_received(
+    peers: Peers, folder: Path, body: str, status: int, end: type[Exception]
+) -> None:
+    """Kills: an end that prints, hangs, changes the exit status, or takes a reader's bytes."""
+    peer = peers.start(script=program(body))
+    async with (
+        asyncio.timeout(20),
+        asyncvmm.connect("pool", device="cpu", rank=0, wait=True) as consumer,
+    ):
+        await peer.at("ready")
+        held = [await consumer.receive() for _ in range(3)]
+        if status == BY_SIGINT:
+            peer.signal(signal.SIGINT)
+        await peer.died()
+        with pytest.raises(end):
+            async with asyncio.timeout(PROMPTLY):
+                await consumer.receive()
+        assert [batch[0]["x"].tolist() for batch in held] == [[i] * 100 for i in range(3)]
+        assert peer.status() == status
+        assert len(beyond_traceback(peer.printed)) <= 1
+        assert status == 3 or ("Traceback" in "".join(peer.printed)) == (status in {1, BY_SIGINT})
+        for batch in held:
+            batch.release()
+        del batch, held
+        await turns()
+        assert pool_mappings() == []
+    left = os.listdir(folder / "asyncvmm")
+    assert left == (["pool.sock"] if "__aenter__" in body else [])
+    async with asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB"):
+        pass  # the name can be had by the next
+
+
+# -- a whole interpreter -------------------------------------------------------------------------
+
+WHOLE = """
+import asyncio, sys, asyncvmm
+kept = []
+async def main():
+    async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+        batch = await consumer.receive()
+        kept.append(batch[0]["bytes"])
+        kept.append(await consumer.receive())
+        sys.exit(5)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_program_of_its_own_ends_as_those_of_the_nursery_do(folder: Path) -> None:
+    """The control of the tests above, whose programs are forked from one that has torch loaded."""
+
+    async def main() -> None:
+        async with asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB") as exporter:
+            acks = [
+                await exporter.send(features(owner, 0, 500), require="none") for owner in range(4)
+            ]
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", WHOLE, stderr=subprocess.PIPE
+            )
+            _, printed = await process.communicate()
+            async with asyncio.timeout(PROMPTLY):
+                for ack in acks:
+                    await ack
+            assert process.returncode == 5
+            assert printed == b""
+
+    asyncio.run(main())
