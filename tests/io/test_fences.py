@@ -99,7 +99,7 @@ async def test_done_fences_are_told_with_their_tokens() -> None:
             assert in_lane == sorted(in_lane)
 
 
-async def test_only_the_oldest_fence_of_a_lane_is_asked() -> None:
+async def test_a_lane_is_asked_by_its_oldest_fence_first() -> None:
     """Kills: asking all pending fences, which costs a driver call for each every time."""
     told = Told()
     lane = [HandFence() for _ in range(5)]
@@ -118,8 +118,24 @@ async def test_only_the_oldest_fence_of_a_lane_is_asked() -> None:
         lane[0].ready = True
         await told.until(lambda: len(told.tokens) == 2)
         assert told.tokens == [0, 1]
-        assert lane[3].asked == 0
+        assert lane[4].asked == 0
         assert fences_.pending == 4
+
+
+async def test_a_long_lane_that_is_done_is_asked_few_times() -> None:
+    """Kills: asking every fence of a lane although they finish in order."""
+    told = Told()
+    lane = [HandFence() for _ in range(64)]
+    with watcher(told) as fences_:
+        for number, fence in enumerate(lane):
+            fences_.watch("lane", fence, number)
+        await lane[0].until_asked_again(2)
+        before = sum(fence.asked for fence in lane[1:])
+        for fence in reversed(lane):
+            fence.ready = True
+        await told.until(lambda: len(told.tokens) == 64)
+        assert told.tokens == list(range(64))
+        assert sum(fence.asked for fence in lane[1:]) - before <= 8
 
 
 async def test_a_lane_that_stands_still_does_not_hold_up_another() -> None:

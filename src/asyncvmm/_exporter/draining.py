@@ -14,19 +14,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import cast
 
 from asyncvmm._backends.base import ExporterRegion, Fence
 from asyncvmm._core.ledger import Record
-from asyncvmm._errors import RemoteProtocolError
+from asyncvmm._errors import BackendError, RemoteProtocolError
+from asyncvmm._exporter.late import LateFence
 from asyncvmm._io.fences import FenceWatcher
 
 logger = logging.getLogger("asyncvmm.exporter")
 
 READY = -1
 """Stands where a peer's id stands, for the exporter's own ready events."""
+
+TRIES = 3
+"""How often something that the driver refuses is tried before a slot is quarantined for it."""
 
 
 class Draining:
@@ -51,6 +56,8 @@ class Draining:
         self._open: dict[Record, set[tuple[int, int]]] = {}  # the lanes each still waits for
         self._lanes: dict[tuple[int, int], int] = {}  # fences that the watcher has, by lane
         self._broken: set[Record] = set()
+        self._refused: dict[tuple[Record, tuple[int, int]], int] = {}  # fences: errors so far
+        self._late: dict[tuple[int, int], LateFence] = {}  # by (peer, slot); READY for ours
         self._leaving: set[int] = set()  # peers whose events are to be given back
 
     def record(self, slot: int, stream: int) -> None:
@@ -58,6 +65,40 @@ class Draining:
         self._region.record_ready(slot, stream)
         self._written[slot] = stream
         self._streams.add(stream)
+
+    def record_end(self, slot: int, stream: int) -> None:
+        """Record the end of the writes to a slot that is given up unpublished.
+
+        Never raises: if the driver refuses, it is asked again, and the slot drains until then.
+        A slot without an event was never written, for that is made before the first write.
+        """
+        if self._region.ready_fence(slot) is None:
+            return
+        try:
+            self.record(slot, stream)
+        except BackendError as error:
+            logger.error("slot %d drains until its event can be recorded: %s", slot, error)
+
+            def recorded() -> Fence | None:
+                self._region.record_ready(slot, stream)
+                return self._region.ready_fence(slot)
+
+            self._late[READY, slot] = LateFence(recorded)
+
+    def open_release(self, peer: int, slot: int, handle: bytes) -> None:
+        """Open a consumer's event; if the driver refuses, its slot drains until it does not."""
+        try:
+            self._region.open_release(peer, slot, handle)
+        except BackendError as error:
+            logger.error(
+                "slot %d drains until the event of consumer %d can be opened: %s", slot, peer, error
+            )
+
+            def opened() -> Fence | None:
+                self._region.open_release(peer, slot, handle)
+                return self._region.release_fence(peer, slot)
+
+            self._late[peer, slot] = LateFence(opened)
 
     def begin(self, records: Sequence[Record]) -> None:
         """Wait for everything that touched the bytes of each record.
@@ -75,29 +116,48 @@ class Draining:
             else:
                 # Given up while its copy runs: the copy's end is the fence.
                 copy.add_done_callback(partial(self._copied, record))
-        asked = [
-            (fences, lane_of, fence)
-            for _, fences in found
-            for lane_of, fence in fences.items()
-            if lane_of not in self._lanes
-        ]
-        if asked:
-            answers = self._region.ask([fence for *_, fence in asked])
-            for (fences, lane_of, _), done in zip(asked, answers, strict=True):
-                if done:
-                    del fences[lane_of]
+        self._ask_newest(found)
         for record, fences in found:
             if fences:
                 self._wait(record, fences)
             else:
                 self._freed(record)
 
+    def _answers(self, fences: list[Fence]) -> list[bool]:
+        try:
+            return self._region.ask(fences)
+        except BackendError as error:
+            logger.warning("fences are left to the watcher: %s", error)
+            return [False] * len(fences)
+
+    def _late_fence(self, peer: int, slot: int) -> Fence | None:
+        late = self._late.get((peer, slot))
+        if late is not None and late.made:
+            del self._late[peer, slot]
+            return None
+        return late
+
+    def _ask_newest(self, found: list[tuple[Record, dict[tuple[int, int], Fence]]]) -> None:
+        """Drop the fences that are done: the newest of a lane stands for all of it."""
+        newest = {
+            lane_of: fence
+            for _, fences in found
+            for lane_of, fence in fences.items()
+            if lane_of not in self._lanes
+        }
+        if newest:
+            answers = self._region.ask(list(newest.values()))
+            done = {lane_of for lane_of, yes in zip(newest, answers, strict=True) if yes}
+            for _, fences in found:
+                for lane_of in done & fences.keys():
+                    del fences[lane_of]
+
     def _wait(self, record: Record, fences: dict[tuple[int, int], Fence]) -> None:
         self._open[record] = set(fences)
         watcher = self._watch()
         for lane_of, fence in fences.items():
             self._lanes[lane_of] = self._lanes.get(lane_of, 0) + 1
-            watcher.watch(lane_of, fence, (record, lane_of))
+            watcher.watch(lane_of, fence, (record, lane_of, fence))
 
     def _fences(self, record: Record) -> dict[tuple[int, int], Fence]:
         fences: dict[tuple[int, int], Fence] = {}
@@ -106,12 +166,16 @@ class Draining:
             if fence is not None:
                 fences[peer, lane] = fence
         if not fences or len(self._streams) > 1:
-            ready = self._region.ready_fence(record.slot)
+            ready = self._late_fence(READY, record.slot) if self._late else None
+            ready = ready or self._region.ready_fence(record.slot)
             if ready is not None:
                 fences[READY, self._written.get(record.slot, 0)] = ready
         return fences
 
     def _release_fence(self, peer: int, slot: int) -> Fence | None:
+        late = self._late_fence(peer, slot) if self._late else None
+        if late is not None:
+            return late
         try:
             return self._region.release_fence(peer, slot)
         except RemoteProtocolError as error:
@@ -125,20 +189,40 @@ class Draining:
 
     def _watch(self) -> FenceWatcher:
         if self._watcher is None:
-            self._watcher = FenceWatcher(
-                asyncio.get_running_loop(), self._region.watching, self._on_done
-            )
+            self._watcher = FenceWatcher(asyncio.get_running_loop(), self._watching, self._on_done)
         return self._watcher
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Be in the region's way of watching; a driver that refuses is asked again."""
+        with ExitStack() as stack:
+            for left in reversed(range(TRIES)):
+                try:
+                    stack.enter_context(self._region.watching())
+                    break
+                except BackendError as error:
+                    if not left:
+                        raise
+                    logger.warning("the fence watcher begins again: %s", error)
+            try:
+                yield
+            finally:
+                try:
+                    stack.close()
+                except BackendError as error:
+                    logger.warning("the fence watcher's end: %s", error)
 
     def _on_done(self, done: list[tuple[object, Exception | None]]) -> None:
         for token, error in done:
-            record, lane_of = cast("tuple[Record, tuple[int, int]]", token)
+            record, lane_of, fence = cast("tuple[Record, tuple[int, int], Fence]", token)
             self._lanes[lane_of] -= 1
             if not self._lanes[lane_of]:
                 del self._lanes[lane_of]
             waits = self._open.get(record)
             if waits is None or lane_of not in waits:
                 continue  # its peer died meanwhile
+            if error is not None and self._ask_again(record, lane_of, fence, error):
+                continue
             if error is not None:
                 logger.error("the fence of %r cannot be asked any more: %s", record, error)
                 self._broken.add(record)
@@ -147,6 +231,19 @@ class Draining:
                 self._finish(record)
         if self._leaving:
             self._forget_idle()
+
+    def _ask_again(
+        self, record: Record, lane_of: tuple[int, int], fence: Fence, error: Exception
+    ) -> bool:
+        """Have a fence that raised asked again; say whether that was not too often."""
+        count = self._refused.pop((record, lane_of), 0) + 1
+        if count >= TRIES:
+            return False
+        logger.warning("the fence of %r is asked again: %s", record, error)
+        self._refused[record, lane_of] = count
+        self._lanes[lane_of] = self._lanes.get(lane_of, 0) + 1
+        self._watch().watch(lane_of, fence, (record, lane_of, fence))
+        return True
 
     def _finish(self, record: Record) -> None:
         del self._open[record]
@@ -173,13 +270,22 @@ class Draining:
             waits -= gone
             if gone and not waits:
                 self._finish(record)
-        self._region.forget_peer(peer)
+        self._forget(peer)
 
     def _forget_idle(self) -> None:
         busy: set[Hashable] = {peer for waits in self._open.values() for peer, _ in waits}
         for peer in self._leaving - busy:
             self._leaving.discard(peer)
+            self._forget(peer)
+
+    def _forget(self, peer: int) -> None:
+        for key in [key for key in self._late if key[0] == peer]:
+            self._late.pop(key).give_up()
+        try:
             self._region.forget_peer(peer)
+        except BackendError as error:
+            # The region keeps what it could not give back, for its close.
+            logger.warning("events of consumer %d stay for now: %s", peer, error)
 
     async def close(self) -> None:
         """Stop watching; what is pending stays unanswered."""

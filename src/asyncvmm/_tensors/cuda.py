@@ -141,16 +141,22 @@ class CudaPort:
         """
         device = self._device
         chosen = self._stream(stream)
-        others = []
+        others: list[int] = []
+        moved: dict[int, Tensor] = {}
         with self._on(stream):
             for index, source in enumerate(plan.tensors):
                 size = plan.sizes[index]
                 if not size:
                     continue
-                if source.device != device:
+                if source.is_cpu:
                     others.append(index)
                     continue
-                source.record_stream(chosen)
+                if source.device != device:
+                    # Another GPU has no access to the pool, only to this GPU's ordinary memory.
+                    source = source.detach().to(device, non_blocking=True)
+                    moved[index] = source
+                else:
+                    source.record_stream(chosen)
                 if not (
                     source.is_contiguous()
                     and not source.is_conj()
@@ -159,7 +165,8 @@ class CudaPort:
                 ):
                     others.append(index)
             if others:
-                self._copy_others(address, plan, others)
+                sources = [moved.get(index, plan.tensors[index]) for index in others]
+                self._copy_others(address, plan, others, sources)
 
     def _copy(self, target: int, source: Tensor, size: int, stream: int) -> bool:
         try:
@@ -171,12 +178,14 @@ class CudaPort:
             return False
         return True
 
-    def _copy_others(self, address: int, plan: Plan, others: Sequence[int]) -> None:
-        """Have torch copy what is strided, conjugated, or not on the pool's GPU."""
+    def _copy_others(
+        self, address: int, plan: Plan, others: Sequence[int], tensors: Sequence[Tensor]
+    ) -> None:
+        """Have torch copy what is strided, conjugated, or in host memory."""
         chunk = _Chunk(address, plan.nbytes, None)
         groups: dict[tuple[object, object], tuple[list[Tensor], list[Tensor]]] = {}
-        for index in others:
-            source = plan.tensors[index].detach()
+        for index, tensor in zip(others, tensors, strict=True):
+            source = tensor.detach()
             target = self.view(chunk, plan.offsets[index], plan.features[index])
             targets, sources = groups.setdefault((source.dtype, source.device), ([], []))
             targets.append(target)
@@ -223,7 +232,7 @@ class CudaPort:
         """Make ``stream`` current if it is not; worker threads have another current stream."""
         if stream != self.current_stream():
             return torch.cuda.stream(self._stream(stream))
-        if torch.cuda.current_device() != self._index:
+        if torch._C._cuda_getDevice() != self._index:
             # Numbers of default streams mean those of the current device (field report 43).
             return torch.cuda.device(self._index)
         return nullcontext()
