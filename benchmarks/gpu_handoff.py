@@ -10,13 +10,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import statistics
 import subprocess
 import sys
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,28 +24,10 @@ import uvloop
 import asyncvmm
 from asyncvmm._backends import driver
 from benchmarks.floor import Floor, quantile
+from benchmarks.measures import Counting, Heartbeat, machine, spread
 
 KIB, MIB = 1 << 10, 1 << 20
 SLOTS = 64
-
-
-class Counting:
-    """Stands before the bindings and counts the calls that the library makes."""
-
-    def __init__(self, bindings: Any) -> None:
-        self._bindings = bindings
-        self.calls: Counter[str] = Counter()
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._bindings, name)
-        if not name.startswith("cu"):
-            return found
-
-        def counted(*args: object) -> Any:
-            self.calls[name] += 1
-            return found(*args)
-
-        return counted
 
 
 async def consume(name: str, device: str) -> None:
@@ -101,35 +80,6 @@ async def pipelined(
         await hand_over(exporter, source, spec)
     await exporter.drain()
     return time.perf_counter() - begin
-
-
-class Heartbeat:
-    """Measures how long the event loop keeps others waiting: the gap beyond each 1 ms sleep."""
-
-    def __init__(self) -> None:
-        self.gaps: list[float] = []
-        self._task = asyncio.create_task(self._beat())
-
-    async def _beat(self) -> None:
-        while True:
-            begin = time.perf_counter()
-            await asyncio.sleep(0.001)
-            self.gaps.append(time.perf_counter() - begin - 0.001)
-
-    async def stop(self) -> list[float]:
-        """Return every gap in seconds."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        return self.gaps
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Return median, least and greatest."""
-    return {
-        "median": round(statistics.median(values), 3),
-        "min": round(min(values), 3),
-        "max": round(max(values), 3),
-    }
 
 
 async def compare(device: str, loop: str, rounds: int) -> list[dict[str, Any]]:
@@ -240,27 +190,6 @@ def start(name: str, device: str, loop: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-
-
-def machine() -> dict[str, str]:
-    """Return what the numbers were taken on."""
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(0),
-        "devices": str(torch.cuda.device_count()),
-        "driver": subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout.split("\n")[0],
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "kernel": os.uname().release,
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
-    }
 
 
 def run(loop: str, work: Callable[[], Any]) -> Any:

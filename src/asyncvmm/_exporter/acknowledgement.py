@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator
+from copy import copy
 from typing import Literal
 
 from asyncvmm._core.ledger import Record
@@ -61,7 +62,8 @@ class Acknowledgement:
     def result(self) -> Outcome:
         """Return the outcome of an acknowledgement that is done, or raise as awaiting would."""
         if self._error is not None:
-            raise self._error
+            # A copy: a raised error keeps the frames, and so the tensors, of who caught it.
+            raise copy(self._error)
         record = self._record
         if record is None:
             raise asyncio.InvalidStateError(f"owner {self.key!r} is not acknowledged yet")
