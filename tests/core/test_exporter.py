@@ -315,6 +315,23 @@ def test_a_late_goodbye_of_a_vanished_competitor_ends_it() -> None:
     assert second.peer.holds == {record.slot: record}
 
 
+def test_a_goodbye_after_the_last_debt_of_a_vanished_peer_is_too_late() -> None:
+    """Kills a peer that is closed and then closing again, and a goodbye to nobody."""
+    pair = broadcast(1)
+    end = pair.attach(0)
+    pair.send()
+    pair.settle()
+    pair.leave(end)
+    assert len(end.up) == 1, "the refusal and the goodbye travel in one packet"
+    pair.vanish(end)
+    pair.sent.clear()
+    pair.deliver_up(end)
+    assert end.peer.state is PeerState.CLOSED
+    assert pair.sent == []
+    assert (pair.exporter.tally.stale, end.peer.stale) == (1, 0)
+    assert pair.exporter.peers == {}
+
+
 # -- goodbyes ---------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from asyncvmm._core.slots import HELD
 from asyncvmm._errors import ArgumentError, ClosedError, LocalProtocolError
 from asyncvmm._types import Broadcast, Group, Key, Route
 
-OPEN = PeerState.OPEN
+CONNECTING, OPEN, CLOSING, CLOSED = PeerState
 
 
 class ExporterCore(Holdings):
@@ -168,7 +168,7 @@ class ExporterCore(Holdings):
 
     def open(self, peer: Peer) -> None:
         """Begin deliveries to an admitted peer, with what waited for its rank."""
-        if peer.state is not PeerState.CONNECTING:
+        if peer.state is not CONNECTING:
             return  # it went before it had come
         peer.state = OPEN
         for batch in self.route.sit(peer):
@@ -182,6 +182,9 @@ class ExporterCore(Holdings):
             self.tally.stale += len(messages)
             return
         for message in messages:
+            if peer.state is CLOSED:  # an earlier message settled the last debt of an absent peer
+                self.tally.stale += 1
+                continue
             if isinstance(message, wire.Goodbye):
                 self._left(peer)
                 continue
@@ -228,9 +231,9 @@ class ExporterCore(Holdings):
         """A goodbye: what it had not taken goes to others; it may still release the rest."""
         self.route.leave(peer)
         self._put_back(peer)
-        if peer.state is not PeerState.CLOSING:
+        if peer.state is not CLOSING:
             self._tell(peer)
-        peer.state = PeerState.CLOSING
+        peer.state = CLOSING
         if peer.absent and not peer.holds:
             self._close(peer)
         self._assign()

@@ -35,10 +35,7 @@ class Holdings(Loans):
         """Note that a peer holds a record no more; the caller has noted how that came."""
         del peer.holds[record.slot]
         record.holders.discard(peer.id)
-        if not record.holders and not record.waiting:
-            self._drain(record)
-        elif self._absent:
-            self._review(record)
+        self._review(record)
         if peer.absent and not peer.holds:
             self._close(peer)
 
