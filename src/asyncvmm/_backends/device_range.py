@@ -153,7 +153,10 @@ class DeviceRange:
                 self._tear_down()
             except BackendError as error:
                 logger.warning("a pool was not given back whole: %s", error)
-                self._failed = error
+                try:
+                    self._tear_down()  # for nobody may ask again: most refusals pass
+                except BackendError as second:
+                    self._failed = second
 
     def _tear_down(self) -> None:
         """Give everything back in the order that undoes it; keep what failed for another try."""

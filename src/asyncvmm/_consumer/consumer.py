@@ -140,7 +140,7 @@ class Consumer(ObjectReceiveStream[Batch]):
                 delivered += 1
             elif isinstance(message, wire.Ready):
                 core.check_slot(message.slot)
-                self._region.open_ready(message.slot, message.handle)
+                self._leases.open_ready(message.slot, message.handle)
             elif isinstance(message, wire.Segment):
                 self._map(message, fds)
             elif isinstance(message, wire.Unmap):

@@ -21,13 +21,16 @@ from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._core.layout import feature_bytes, offsets
 from asyncvmm._core.ledger import PeerState
 from asyncvmm._core.wire import OwnerFrame
-from asyncvmm._errors import PeerLostError, ReleasedError
+from asyncvmm._errors import BackendError, PeerLostError, ReleasedError
 from asyncvmm._tensors import DevicePort
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Tensor
 
 logger = logging.getLogger("asyncvmm.consumer")
+
+AGAIN_SECONDS = 0.02
+"""After how long a release is tried again whose event the driver refused to record."""
 
 
 class Leases:
@@ -52,6 +55,7 @@ class Leases:
         self._due = False  # a sweep of the queue is scheduled
         self._lingering: Callable[[Lease], None] | None = None
         self._lanes: dict[tuple[int, ...], int] = {}
+        self._unopened: dict[int, bytes] = {}  # ready events that the driver refused, by slot
 
     def lease(self, frames: Sequence[OwnerFrame]) -> list[Lease]:
         """Begin leases of a batch that was just taken."""
@@ -105,9 +109,25 @@ class Leases:
                     f"was ever completely written; it was not read before",
                     peer="exporter",
                 )
+            if self._unopened:
+                self._open_again(lease.frame.slot)
             self._region.wait_ready(lease.frame.slot, stream)
             lease.waited += (stream,)
             self.record_stream(lease, stream)
+
+    def open_ready(self, slot: int, handle: bytes) -> None:
+        """Open a slot's ready event; if the driver refuses, whoever asks for a view is told."""
+        try:
+            self._region.open_ready(slot, handle)
+        except BackendError as error:
+            logger.warning("the event of slot %d is opened when it is needed: %s", slot, error)
+            self._unopened[slot] = handle
+
+    def _open_again(self, slot: int) -> None:
+        handle = self._unopened.get(slot)
+        if handle is not None:
+            self._region.open_ready(slot, handle)
+            del self._unopened[slot]
 
     def record_stream(self, lease: Lease, stream: object) -> None:
         """Have the release wait for this stream too."""
@@ -167,7 +187,7 @@ class Leases:
 
     def _sweep(self) -> None:
         self._due = False
-        while self._queue:
+        for _ in range(len(self._queue)):  # what is put off again waits for the next sweep
             self._settle(self._queue.popleft())
         self._pump()
 
@@ -175,16 +195,29 @@ class Leases:
         """Tell the exporter, exactly once (inv. 6)."""
         if lease.done:
             return
-        lease.done = True
         frame = lease.frame
+        handle, lane = b"", 0
+        if lease.streams and not lease.reason and self._core.state is not PeerState.CLOSED:
+            try:
+                handle = self._region.record_release(frame.slot, lease.streams)
+            except BackendError as error:
+                self._put_off(lease, error)
+                return
+            lane = self._lane(lease.streams)
+        lease.done = True
         del self.live[frame.slot]
         if lease.reason:
             self._core.refuse(frame, lease.reason)
-        elif lease.streams and self._core.state is not PeerState.CLOSED:
-            handle = self._region.record_release(frame.slot, lease.streams)
-            self._core.release(frame, handle, self._lane(lease.streams))
         else:
-            self._core.release(frame)
+            self._core.release(frame, handle, lane)
+
+    def _put_off(self, lease: Lease, error: BackendError) -> None:
+        """Try again soon: without its event a release frees bytes that may be read (inv. 4)."""
+        logger.warning("owner %r is released later: %s", lease.frame.key, error)
+        self._queue.append(lease)
+        if not self._due:
+            self._due = True
+            self._loop.call_later(AGAIN_SECONDS, self._sweep)
 
     def _lane(self, streams: tuple[int, ...]) -> int:
         """Return a small number for the stream that the release was recorded on.

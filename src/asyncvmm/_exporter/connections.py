@@ -50,6 +50,7 @@ class Connections:
         access: Access,
         pump: Callable[[], None],
         gone: Callable[[int, bool], None],
+        open_release: Callable[[int, int, bytes], None],
         debug: bool,
         consumer_count: int,
     ) -> None:
@@ -58,6 +59,7 @@ class Connections:
         self._region = region
         self._pump = pump
         self._gone = gone  # of a peer that comes no more: its id, and whether its process died
+        self._open_release = open_release
         self._loop = asyncio.get_running_loop()
         self._greeting: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -114,7 +116,7 @@ class Connections:
                         f"a consumer sent an event for slot {message.slot} of a pool with "
                         f"{self._region.info.slots} slots"
                     )
-                self._region.open_release(conn.peer.id, message.slot, message.handle)
+                self._open_release(conn.peer.id, message.slot, message.handle)
         return messages
 
     def _admit(self, conn: Connection) -> None:

@@ -123,6 +123,21 @@ class Draining:
             else:
                 self._freed(record)
 
+    def _ask_newest(self, found: list[tuple[Record, dict[tuple[int, int], Fence]]]) -> None:
+        """Drop the fences that are done: the newest of a lane stands for all of it."""
+        newest = {
+            lane_of: fence
+            for _, fences in found
+            for lane_of, fence in fences.items()
+            if lane_of not in self._lanes
+        }
+        if newest:
+            answers = self._answers(list(newest.values()))
+            done = {lane_of for lane_of, yes in zip(newest, answers, strict=True) if yes}
+            for _, fences in found:
+                for lane_of in done & fences.keys():
+                    del fences[lane_of]
+
     def _answers(self, fences: list[Fence]) -> list[bool]:
         try:
             return self._region.ask(fences)
@@ -136,21 +151,6 @@ class Draining:
             del self._late[peer, slot]
             return None
         return late
-
-    def _ask_newest(self, found: list[tuple[Record, dict[tuple[int, int], Fence]]]) -> None:
-        """Drop the fences that are done: the newest of a lane stands for all of it."""
-        newest = {
-            lane_of: fence
-            for _, fences in found
-            for lane_of, fence in fences.items()
-            if lane_of not in self._lanes
-        }
-        if newest:
-            answers = self._region.ask(list(newest.values()))
-            done = {lane_of for lane_of, yes in zip(newest, answers, strict=True) if yes}
-            for _, fences in found:
-                for lane_of in done & fences.keys():
-                    del fences[lane_of]
 
     def _wait(self, record: Record, fences: dict[tuple[int, int], Fence]) -> None:
         self._open[record] = set(fences)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Iterable
 from time import monotonic
@@ -14,6 +15,7 @@ from asyncvmm._core.ledger import Record
 from asyncvmm._errors import (
     ArgumentError,
     AsyncVMMError,
+    BackendError,
     ClosedError,
     ForkError,
     OwnerTooLargeError,
@@ -33,6 +35,8 @@ from asyncvmm._types import Group, Key, is_int
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Plan, Tensor
+
+logger = logging.getLogger("asyncvmm.exporter")
 
 To = Group | Iterable[int] | int | None
 
@@ -123,6 +127,7 @@ class Lending:
     def _fill(self, record: Record, plan: Plan, terms: Terms) -> Acknowledgement:
         stream = self._port.current_stream()
         try:
+            self._prepare(record)
             self._copy_in(self._address + record.start, plan, stream)
             ack = self._publish(record, plan, terms, stream)
         except BaseException:
@@ -135,6 +140,7 @@ class Lending:
     async def _fill_elsewhere(self, record: Record, plan: Plan, terms: Terms) -> Acknowledgement:
         stream = self._port.current_stream()
         try:
+            self._prepare(record)
             await self._copier.copy(record.slot, self._address + record.start, plan, stream)
             ack = self._publish(record, plan, terms, stream)
         except BaseException:
@@ -143,6 +149,11 @@ class Lending:
         self._counters.copies += 1
         self._counters.copied_bytes += plan.nbytes
         return ack
+
+    def _prepare(self, record: Record) -> None:
+        """Have the slot's event before its bytes are written: there is a fence for the end then."""
+        if self._fenced:
+            self._region.ready_handle(record.slot)
 
     def _publish(self, record: Record, plan: Plan, terms: Terms, stream: int) -> Acknowledgement:
         if self._forked or self._closing:
@@ -174,11 +185,12 @@ class Lending:
         if self._forked or self._ended:
             return  # the pool is gone, and the loan with it
         if self._fenced:
-            self._draining.record(record.slot, stream)
+            self._draining.record_end(record.slot, stream)
         self._core.abandon(record)
         self._pump()
 
     def _writable(self, record: Record, nbytes: int) -> object:
+        self._prepare(record)
         return self._port.holder(self._address + record.start, nbytes, self._region.keepalive())
 
     def _view(self, holder: object, plan: Plan, index: int) -> Tensor:
@@ -215,7 +227,7 @@ class Lending:
     def _freed(self, record: Record) -> None:
         """Every fence is done: the bytes are nobody's now."""
         if self._debug:
-            self._region.poison(record.start, record.nbytes)
+            self._poison(record)
         used = self._core.bytes.capacity - self._core.bytes.free_bytes
         counters = self._counters
         counters.high_water = max(counters.high_water, used)
@@ -235,6 +247,12 @@ class Lending:
             for future in idle:
                 if not future.done():
                     future.set_result(None)
+
+    def _poison(self, record: Record) -> None:
+        try:
+            self._region.poison(record.start, record.nbytes)
+        except BackendError as error:
+            logger.warning("freed memory of slot %d is not poisoned: %s", record.slot, error)
 
     async def _until_idle(self) -> None:
         while any(record.published for record in self._core.records.values()):

@@ -136,6 +136,7 @@ class open_exporter:
                 access=self._access,
                 pump=lambda: exporter._pump(),
                 gone=lambda peer, died: exporter._draining.gone(peer, died=died),
+                open_release=lambda *event: exporter._draining.open_release(*event),
                 debug=self._debug,
                 consumer_count=(
                     self._route.consumer_count if isinstance(self._route, Broadcast) else 0
