@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import random
@@ -15,7 +16,7 @@ import asyncvmm
 from asyncvmm._types import Route
 from tests.process.harness import until
 from tests.process.patterns import features, note, wrong
-from tests.process.ports import PausingPort
+from tests.process.ports import PausingPort, UnmappablePort
 from tests.process.puppet import Me
 from tests.process.sessions import Plan, attack_consumer, attack_exporter
 
@@ -61,11 +62,14 @@ async def connect(
     rank: int | None = None,
     options: dict[str, Any] | None = None,
     points: list[str] | None = None,
+    unmappable: list[int] | None = None,
 ) -> None:
-    """Connect; stand still at ``points``."""
+    """Connect; stand still at ``points``; fail to map the ``unmappable`` segments."""
     settings = {"device": "cpu", "wait": True, **(options or {})}
     if points:
         settings["_port"] = PausingPort(me.block, points)
+    if unmappable:
+        settings["_port"] = UnmappablePort(unmappable)
     me.consumer = await me.exits.enter_async_context(asyncvmm.connect(name, rank=rank, **settings))
 
 
@@ -117,6 +121,63 @@ async def receive_forever(me: Me) -> int:
 
 async def leave(me: Me) -> None:
     """Leave whatever this process has opened."""
+    await me.exits.aclose()
+
+
+# -- ways to let go without reading -------------------------------------------------------------
+
+
+async def raise_in_its_block(me: Me, count: int) -> None:
+    """Enter each batch's block and raise before a view is asked for."""
+    for _ in range(count):
+        try:
+            async with await me.consumer.receive():
+                raise LookupError("before mapping")
+        except LookupError:
+            pass
+
+
+async def raise_without_a_block(me: Me, count: int) -> None:
+    """Have a function fail that holds the batch and has looked at nothing of it."""
+
+    async def work() -> None:
+        batch = await me.consumer.receive()
+        raise LookupError(len(batch))
+
+    for _ in range(count):
+        with contextlib.suppress(LookupError):
+            await work()
+
+
+async def drop(me: Me, count: int) -> None:
+    """Receive and forget."""
+    for _ in range(count):
+        await me.consumer.receive()
+    await asyncio.sleep(0)
+
+
+async def be_cancelled(me: Me, count: int) -> None:
+    """Be cancelled between the receipt of each batch and the first look at it."""
+
+    async def work() -> None:
+        batch = await me.consumer.receive()
+        await asyncio.sleep(60)
+        batch[0]["bytes"]
+
+    for _ in range(count):
+        await until(lambda: me.consumer.statistics().held == 0)
+        task = asyncio.create_task(work())
+        await until(lambda: me.consumer.statistics().held == 1)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        del task
+    await asyncio.sleep(0)
+
+
+async def leave_early(me: Me, count: int) -> None:
+    """Leave once so many batches are there, with none of them received."""
+    await until(lambda: me.consumer.statistics().unread == count)
     await me.exits.aclose()
 
 
