@@ -144,8 +144,7 @@ class Consumer(ObjectReceiveStream[Batch]):
             elif isinstance(message, wire.Segment):
                 self._map(message, fds)
             elif isinstance(message, wire.Unmap):
-                core.remove_segment(message.index)
-                self._region.unmap(message.index)
+                self._unmap(message.index)
             else:
                 core.goodbye(message)
                 self._tell()
@@ -171,6 +170,12 @@ class Consumer(ObjectReceiveStream[Batch]):
         else:
             self._core.add_segment(info)
         self._tell()
+
+    def _unmap(self, index: int) -> None:
+        mapped = self._core.has_mapped(index)
+        self._core.remove_segment(index)
+        if mapped:
+            self._region.unmap(index)
 
     def _on_end(self, error: Exception | None) -> None:
         """The socket is gone: after a goodbye that is the end, otherwise the exporter is lost."""

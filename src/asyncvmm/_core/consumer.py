@@ -89,6 +89,10 @@ class ConsumerCore:
         """Return how many segments were told of."""
         return len(self._segments)
 
+    def has_mapped(self, index: int) -> bool:
+        """Say whether a segment was mapped here, not only told of."""
+        return index in self._segments and index not in self._failures
+
     def remove_segment(self, index: int) -> SegmentInfo:
         """Note that a segment is given back; refuse one that owners still lie in."""
         info = self._segments.get(index)
