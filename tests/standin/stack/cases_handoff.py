@@ -19,6 +19,12 @@ async def send(exporter: asyncvmm.Exporter, owner: int, nbytes: int) -> asyncvmm
     )
 
 
+async def asked(driver: Standin, ack: asyncvmm.Acknowledgement) -> None:
+    """Wait until the watcher has asked some more, or need not."""
+    before = driver.calls("cuEventQuery")
+    await until(lambda: ack.done() or driver.calls("cuEventQuery") > before + 3)
+
+
 async def test_contents(driver: Standin, peers: Peers) -> None:
     async with exporting(pool_bytes="8MiB") as exporter:
         peer = peers.start()
@@ -48,8 +54,7 @@ async def test_a_slot_drains_until_the_consumers_event_is_done(
             assert exporter.statistics().slots.held == 1
             await peer.call(common.give_back)
             await until(lambda: exporter.statistics().slots.held == 0)
-            queries = driver.calls("cuEventQuery")
-            await until(lambda asked=queries: driver.calls("cuEventQuery") > asked + 3)  # type: ignore[misc]
+            await asked(driver, ack)
             assert exporter.statistics().slots.draining == 1
             assert not ack.done()
             await peer.call(steps.control, "finish")
@@ -69,8 +74,7 @@ async def test_every_batch_is_waited_for(driver: Standin, peers: Peers) -> None:
             await peer.call(common.take, 1)
             await peer.call(common.give_back)
             await until(lambda: exporter.statistics().slots.held == 0)
-            queries = driver.calls("cuEventQuery")
-            await until(lambda asked=queries: driver.calls("cuEventQuery") > asked + 3)  # type: ignore[misc]
+            await asked(driver, ack)
             assert not ack.done()
             driver.finish()
             assert (await ack).complete
