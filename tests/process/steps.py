@@ -184,17 +184,65 @@ async def leave_early(me: Me, count: int) -> None:
 # -- traffic while others are killed -----------------------------------------------------------
 
 
-async def produce(me: Me, generation: int, seed: int, largest: int) -> None:
-    """Send owners of random sizes until told to stop; tell of every tenth."""
-    me.kept["stop"] = asyncio.Event()
+async def produce(me: Me, generation: int, seed: int, largest: int, wild: bool = False) -> None:
+    """Send owners of random sizes until told to stop; tell of every tenth.
+
+    ``wild`` also cancels, reserves, gives up and does not wait.
+    """
+    stop = me.kept["stop"] = asyncio.Event()
     chance = random.Random(seed)
     sent = 0
-    while not me.kept["stop"].is_set():
-        await send(me, [sent], generation, chance.randrange(largest))
+    while not stop.is_set():
+        nbytes = chance.randrange(largest)
+        if wild and chance.random() < 0.3:
+            await chance.choice(WILD)(me, sent, generation, nbytes, chance)
+        else:
+            await send(me, [sent], generation, nbytes)
         me.acks = [ack for ack in me.acks if not ack.done()]
         sent += 1
         if sent % 10 == 0:
             me.tell("progress")
+
+
+async def cancel_a_send(
+    me: Me, owner: int, generation: int, nbytes: int, chance: random.Random
+) -> None:
+    """Begin to send and think better of it, too late or not."""
+    task = asyncio.create_task(send(me, [owner], generation, nbytes))
+    for _ in range(chance.randrange(6)):
+        await asyncio.sleep(0)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def reserve_and_publish(
+    me: Me, owner: int, generation: int, nbytes: int, chance: random.Random
+) -> None:
+    """Write in place; abandon it now and then."""
+    data = features(owner, generation, nbytes)
+    specs = {name: asyncvmm.TensorSpec(tuple(t.shape), t.dtype) for name, t in data.items()}
+    terms: Any = {"key": owner, "metadata": note(owner, generation, nbytes)}
+    async with me.exporter.reserve(specs, **terms) as chunk:
+        for name in chunk:
+            chunk[name].copy_(data[name])
+        await asyncio.sleep(0)
+        if chance.random() < 0.7:
+            me.acks.append(chunk.publish())
+
+
+async def send_without_waiting(
+    me: Me, owner: int, generation: int, nbytes: int, chance: random.Random
+) -> None:
+    """Send if there is room."""
+    data = features(owner, generation, nbytes)
+    with contextlib.suppress(asyncvmm.WouldBlock):
+        me.acks.append(
+            await me.exporter.send_nowait(data, key=owner, metadata=note(owner, generation, nbytes))
+        )
+
+
+WILD = [cancel_a_send, reserve_and_publish, send_without_waiting]
 
 
 async def finish(me: Me) -> list[int]:
@@ -231,6 +279,9 @@ async def consume(me: Me, generation: int, seed: int) -> str:
         ended = "end"
     except asyncvmm.PeerLostError:
         ended = "lost"
+    except asyncvmm.ClosedError:
+        me.batches.clear()
+        return "left"
     for kept in me.batches:
         for owner in kept:
             if problem := wrong(owner):

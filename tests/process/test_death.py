@@ -12,6 +12,7 @@ import torch
 
 import asyncvmm
 from tests.process import steps
+from tests.process.chaos import KILLS, Chaos
 from tests.process.counters import pool_mappings
 from tests.process.harness import Peers, kill, turns, until
 from tests.process.patterns import features, note, wrong
@@ -404,79 +405,10 @@ async def test_kills_at_random_moments_cost_only_what_died(peers: Peers, ranks: 
     Each time the survivors find every slot back, the contents right and at most one line printed,
     and the successors work under the same name.
     """
-    await Chaos(peers, ranks, random.Random(20 + ranks)).run(kills=10)
-
-
-class Chaos:
-    """One exporter and two consumers, somebody of which is killed again and again."""
-
-    def __init__(self, peers: Peers, ranks: int, chance: random.Random) -> None:
-        self.peers = peers
-        self.ranks = ranks
-        self.chance = chance
-        self.generation = 0
-
-    async def run(self, kills: int) -> None:
-        await self.open()
-        for _ in range(kills):
-            victim = self.chance.choice(["exporter", "consumer", "consumer", "both"])
-            await self.some_progress()
-            await getattr(self, f"kill_{victim}")()
-        await self.some_progress()
-        for consumer in self.consumers:
-            await consumer.call(steps.keep_nothing)
-        total, free = await self.exporter.call(steps.finish)
-        assert free == total
-        await self.exporter.call(steps.leave)
-        assert [await task for task in self.tasks] == ["end", "end"]
-        assert all(consumer.printed == [] for consumer in self.consumers)
-
-    async def open(self) -> None:
-        """Start an exporter, and two consumers of it."""
-        self.generation += 1
-        self.exporter = self.peers.start()
-        await self.exporter.call(steps.open_exporter, "pool", self.ranks)
-        seed = self.chance.randrange(1 << 30)
-        self.producing = self.exporter.begin(steps.produce, self.generation, seed, 100_000)
-        self.consumers = [self.peers.start(), self.peers.start()]
-        self.tasks = [await self.attach(n, consumer) for n, consumer in enumerate(self.consumers)]
-
-    async def attach(self, number: int, consumer: Any) -> Any:
-        await consumer.call(steps.connect, "pool", number if self.ranks else None)
-        return consumer.begin(steps.consume, self.generation, self.chance.randrange(1 << 30))
-
-    async def some_progress(self) -> None:
-        """Wait for a random number of words of progress: a random moment."""
-        for _ in range(self.chance.randrange(1, 8)):
-            await self.exporter.at("progress")
-
-    async def kill_consumer(self) -> None:
-        number = self.chance.randrange(2)
-        victim = self.consumers[number]
-        lines = len(self.exporter.printed)
-        await victim.killed()
-        self.tasks[number].cancel()
-        await self.exporter.call(steps.free_of, victim.pid)
-        assert len(self.exporter.printed) <= lines + 1
-        self.consumers[number] = self.peers.start()
-        self.tasks[number] = await self.attach(number, self.consumers[number])
-
-    async def kill_exporter(self) -> None:
-        await self.exporter.killed()
-        self.producing.cancel()
-        assert [await task for task in self.tasks] == ["lost", "lost"]
-        for consumer in self.consumers:
-            assert consumer.printed == []
-            assert consumer.counters().mappings == 0
-        await self.open()
-
-    async def kill_both(self) -> None:
-        number = self.chance.randrange(2)
-        self.consumers[number].kill()
-        self.exporter.kill()
-        await self.consumers[number].died()
-        await self.exporter.died()
-        self.producing.cancel()
-        self.tasks[number].cancel()
-        assert await self.tasks[1 - number] == "lost"
-        await self.open()
+    chance = random.Random(20 + ranks)
+    chaos = Chaos(peers, ranks, chance)
+    await chaos.open()
+    for _ in range(10):
+        await chaos.happen(chance.choice(KILLS))
+    await chaos.some_progress()
+    await chaos.finish()

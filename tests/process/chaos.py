@@ -1,0 +1,148 @@
+"""An exporter and two consumers under load, to one of which something happens again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+from tests.process import steps
+from tests.process.harness import Peer, Peers
+
+KILLS = ["kill_exporter", "kill_consumer", "kill_consumer", "kill_both"]
+MISHAPS = [*KILLS, "kill_consumer", "stop_consumer", "leave_and_return", "start_again"]
+
+
+class Chaos:
+    """What happens to them, and what must hold after each.
+
+    Every slot comes back, what is received is right and of this generation, survivors print one
+    line about a death and nothing else, and successors work under the same name.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        ranks: int,
+        chance: random.Random,
+        *,
+        name: str = "pool",
+        options: dict[str, Any] | None = None,
+        wild: bool = False,
+    ) -> None:
+        self.peers = peers
+        self.ranks = ranks
+        self.chance = chance
+        self.name = name
+        self.options = options
+        self.wild = wild
+        self.generation = 0
+        self.happened = Counter[str]()
+        self.exporter: Peer
+        self.producing: asyncio.Future[None]
+        self.consumers: list[Peer]
+        self.tasks: list[asyncio.Future[str]]
+
+    async def happen(self, what: str) -> None:
+        """Have one thing happen at a random moment."""
+        await self.some_progress()
+        await getattr(self, what)()
+        self.happened[what] += 1
+
+    async def open(self) -> None:
+        """Start an exporter, and two consumers of it."""
+        self.generation += 1
+        self.exporter = self.peers.start()
+        await self.exporter.call(steps.open_exporter, self.name, self.ranks, self.options)
+        seed = self.chance.randrange(1 << 30)
+        self.producing = self.exporter.begin_long(
+            3600, steps.produce, self.generation, seed, 100_000, self.wild
+        )
+        self.consumers = [self.peers.start(), self.peers.start()]
+        self.tasks = [await self.attach(number) for number in range(2)]
+
+    async def attach(self, number: int) -> asyncio.Future[str]:
+        """Have a consumer connect, and begin to consume."""
+        consumer = self.consumers[number]
+        await consumer.call(steps.connect, self.name, number if self.ranks else None)
+        seed = self.chance.randrange(1 << 30)
+        return consumer.begin_long(3600, steps.consume, self.generation, seed)
+
+    async def some_progress(self) -> None:
+        """Wait for a random number of words of progress: a random moment."""
+        for _ in range(self.chance.randrange(1, 8)):
+            if self.producing.done():
+                await self.producing
+            await self.exporter.at("progress")
+
+    async def finish(self) -> None:
+        """End in order, and see that everything is back."""
+        for consumer in self.consumers:
+            await consumer.call(steps.keep_nothing)
+        total, free = await self.exporter.call(steps.finish)
+        assert free == total, f"{free} of {total} slots are free"
+        await self.exporter.call(steps.leave)
+        assert [await task for task in self.tasks] == ["end", "end"]
+        for consumer in self.consumers:
+            assert consumer.printed == []
+        await self.forget(self.exporter, *self.consumers)
+
+    async def forget(self, *peers: Peer) -> None:
+        """Keep nothing of processes that are over."""
+        for peer in peers:
+            await self.peers.end(peer)
+
+    # -- what happens ------------------------------------------------------------------------
+
+    async def kill_consumer(self) -> None:
+        """Kill one; the exporter says so once at most, and has everything back within a second."""
+        number = self.chance.randrange(2)
+        victim = self.consumers[number]
+        lines = len(self.exporter.printed)
+        await victim.killed()
+        await self.exporter.call(steps.free_of, victim.pid)
+        assert len(self.exporter.printed) <= lines + 1, self.exporter.printed
+        await self.forget(victim)
+        self.consumers[number] = self.peers.start()
+        self.tasks[number] = await self.attach(number)
+
+    async def kill_exporter(self) -> None:
+        """Kill it; both consumers are told, look at what they hold, and let go of the pool."""
+        await self.exporter.killed()
+        assert [await task for task in self.tasks] == ["lost", "lost"]
+        for consumer in self.consumers:
+            assert consumer.printed == []
+            assert consumer.counters().mappings == 0
+        await self.forget(self.exporter, *self.consumers)
+        await self.open()
+
+    async def kill_both(self) -> None:
+        """Kill one of each at once."""
+        number = self.chance.randrange(2)
+        self.consumers[number].kill()
+        self.exporter.kill()
+        await self.consumers[number].died()
+        await self.exporter.died()
+        assert await self.tasks[1 - number] == "lost"
+        await self.forget(self.exporter, *self.consumers)
+        await self.open()
+
+    async def stop_consumer(self) -> None:
+        """Stop one for a moment, and let it go on."""
+        victim = self.chance.choice(self.consumers)
+        victim.stop()
+        await asyncio.sleep(self.chance.random() / 20)
+        victim.cont()
+
+    async def leave_and_return(self) -> None:
+        """Have one leave, with whatever it keeps, and connect again from the same process."""
+        number = self.chance.randrange(2)
+        await self.consumers[number].call(steps.leave)
+        assert await self.tasks[number] == "left"
+        self.tasks[number] = await self.attach(number)
+
+    async def start_again(self) -> None:
+        """End in order and begin anew, as another generation."""
+        await self.finish()
+        await self.open()
