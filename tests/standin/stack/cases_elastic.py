@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.standin.stack.cases_handoff import send
 from tests.standin.stack.conftest import NAME, exporting
 
 LARGE = 3 << 19  # one of them fills most of a segment of 2 MiB
-ELASTIC = {"pool_bytes": "2MiB", "max_pool_bytes": "6MiB", "shrink_after": 0.05}
+ELASTIC: dict[str, Any] = {"pool_bytes": "2MiB", "max_pool_bytes": "6MiB", "shrink_after": 0.05}
 
 
 async def mapped(peer: Peer) -> int:
