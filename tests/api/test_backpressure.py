@@ -265,7 +265,8 @@ async def test_the_twins_that_do_not_wait_say_what_is_missing() -> None:
             with pytest.raises(WouldBlock, match=r"4,096 bytes.*0 bytes, 0 slots.*0 calls wait"):
                 await attempt
         check_books(exporter)
-        first = await consumer.receive()
+        await until(lambda: consumer.statistics().unread == 2)
+        first = consumer.receive_nowait()
         assert consumer.receive_nowait()[0]["x"][0] == 2
         # Half the pool is free, but somebody waits for all of it.
         waiter = asyncio.create_task(exporter.send(chunk(8), key=3))

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 
 from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core import wire
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.ledger import Peer, PeerState
-from asyncvmm._errors import AsyncVMMError, PeerLostError, RemoteProtocolError
+from asyncvmm._errors import AsyncVMMError, ClosedError, PeerLostError, RemoteProtocolError
 from asyncvmm._exporter.access import Access
 from asyncvmm._exporter.connection import Connection
 from asyncvmm._exporter.handshake import Handshake
@@ -64,6 +64,7 @@ class Connections:
         self._greeting: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed: list[asyncio.Future[None]] = []
+        self._closed = False
         self.handshake = Handshake(
             core,
             region,
@@ -206,10 +207,12 @@ class Connections:
             self.open.pop(conn.peer.id, None)
         conn.close()
 
-    def _spawn(self, conn: Connection, work: Awaitable[None]) -> None:
+    def _spawn(self, conn: Connection, work: Coroutine[object, object, None]) -> None:
         task = self._loop.create_task(self._guard(conn, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # A task that is cancelled before its first step has not even begun the work.
+        task.add_done_callback(lambda _: work.close())
 
     async def _guard(self, conn: Connection, work: Awaitable[None]) -> None:
         """Do something for one consumer; where that fails its link ends, and nothing else."""
@@ -248,6 +251,10 @@ class Connections:
     async def wait_attached(self, count: int) -> None:
         """Wait until at least ``count`` consumers are open at once."""
         while self.attached() < count:
+            if self._closed:
+                raise ClosedError(
+                    f"the exporter was closed while {count} consumers were waited for"
+                )
             future = self._loop.create_future()
             self._changed.append(future)
             await future
@@ -268,6 +275,8 @@ class Connections:
 
     def abort(self) -> None:
         """Close every socket at once."""
+        self._closed = True
+        self.changed()
         for conn in [*self.open.values(), *self._greeting]:
             conn.link.abort()
             self._forget(conn)

@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 
 from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core import wire
@@ -46,7 +46,7 @@ class Handshake:
         *,
         consumer_count: int,
         debug: bool,
-        spawn: Callable[[Connection, Awaitable[None]], None],
+        spawn: Callable[[Connection, Coroutine[object, object, None]], None],
         admitted: Callable[[Connection], None],
         opened: Callable[[Connection], None],
         rejected: Callable[[Connection], None],

@@ -14,7 +14,6 @@ from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.ledger import Record
 from asyncvmm._errors import (
     ArgumentError,
-    AsyncVMMError,
     BackendError,
     ClosedError,
     ForkError,
@@ -68,6 +67,7 @@ class Lending:
         self._made_in = os.getpid()
         self._forked = False
         self._closing = False
+        self._hung_up = False  # nobody can let go of anything any more
         self._ended = False  # the memory was given back
         self._idle: list[asyncio.Future[None]] = []
         self._plan_tensors, self._plan_specs = port.plan_tensors, port.plan_specs
@@ -243,10 +243,7 @@ class Lending:
         record.acknowledgement = record.batch = None
         self._room.wake()
         if self._idle and not any(r.published for r in self._core.records.values()):
-            idle, self._idle = self._idle, []
-            for future in idle:
-                if not future.done():
-                    future.set_result(None)
+            self._wake_idle()
 
     def _poison(self, record: Record) -> None:
         try:
@@ -256,9 +253,17 @@ class Lending:
 
     async def _until_idle(self) -> None:
         while any(record.published for record in self._core.records.values()):
+            if self._hung_up:
+                raise ClosedError(f"the exporter {self.name!r} was closed before everybody let go")
             future = asyncio.get_running_loop().create_future()
             self._idle.append(future)
             await future
+
+    def _wake_idle(self) -> None:
+        idle, self._idle = self._idle, []
+        for future in idle:
+            if not future.done():
+                future.set_result(None)
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -266,7 +271,11 @@ class Lending:
         """Mark a forked child's copy as unusable; not for users: leave the ``async with``."""
         self._forked = True
 
-    def _fail_acknowledgements(self, error: AsyncVMMError) -> None:
+    def _hang_up(self) -> None:
+        """Tell everybody who waits for consumers that nothing comes from them any more."""
+        self._hung_up = True
+        error = ClosedError(f"the exporter {self.name!r} was closed before everybody let go")
         for record in self._core.records.values():
             if isinstance(record.acknowledgement, Acknowledgement):
                 record.acknowledgement._settle(None, error)
+        self._wake_idle()

@@ -13,7 +13,6 @@ from functools import partial
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._errors import (
     ArgumentError,
-    ClosedError,
     LocalProtocolError,
     OwnersOutstandingWarning,
 )
@@ -190,6 +189,8 @@ class open_exporter:
                 await exporter._until_idle()
         except TimeoutError:
             left = [owner for owner in exporter.statistics().owners if owner.state != "filling"]
+            if not left:
+                return  # the last of them came back while the time ran out
             exporter._core.give_up_waiting()
             exporter._pump()
             whom = sorted({str(m) for owner in left for m in owner.held_by + owner.waiting_for})
@@ -225,9 +226,7 @@ class open_exporter:
         if graceful:
             await exporter._connections.finish()
         exporter._connections.abort()
-        exporter._fail_acknowledgements(
-            ClosedError(f"the exporter {exporter.name!r} was closed before everybody let go")
-        )
+        exporter._hang_up()
         await exporter._copier.close()
         await exporter._draining.close()
         exporter._ended = True
