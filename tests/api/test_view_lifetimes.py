@@ -306,12 +306,13 @@ AFTER_THE_LOOP = """
 import asyncvmm
 
 async def main():
+    global view
     async with asyncvmm.connect("pool", device="cpu", rank=0, wait=True) as consumer:
         with await consumer.receive() as batch:
-            return batch[0]["words"]
+            view = batch[0]["words"]
 
-view = runner.run(main())
-runner.close()
+run(main())
+me = tell.__self__
 me.tell("left", value=int(view[1]))
 me.block("drop")
 {drop}
@@ -361,7 +362,7 @@ async def main():
         batch.release()
         await connection.__aexit__(None, None, None)
 
-runner.run(main())
+run(main())
 """
 
 
