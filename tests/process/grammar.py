@@ -147,16 +147,16 @@ def message(chance: random.Random, side: Side) -> list[Any]:
 def packet(chance: random.Random, side: Side) -> bytes:
     """Return one packet."""
     kind = chance.random()
-    if kind < 0.08:
+    if kind < 0.03:
         return chance.randbytes(chance.choice([1, 2, 10, 300])) or b"\0"
     count = chance.choice([1, 1, 1, 1, 2, 3, 16])
     messages = [message(chance, side) for _ in range(count)]
-    greeting = chance.random() < 0.1
+    greeting = chance.random() < 0.03
     data = msgspec.msgpack.encode(messages[0] if greeting else messages)
     if greeting:
         version = wire.VERSION if chance.random() < 0.8 else chance.randrange(65536)
         data = wire._HEADER.pack(wire.MAGIC, version) + data
-    return mutated(chance, data) if kind > 0.92 else data[:200_000]
+    return mutated(chance, data) if kind > 0.95 else data[:200_000]
 
 
 def mutated(chance: random.Random, data: bytes) -> bytes:

@@ -54,7 +54,7 @@ class Plan:
             stage=chance.choice(["cold", "greeted", "attached", "attached", "attached"]),
             packets=[
                 (grammar.packet(chance, side), chance.choice([0] * 30 + [1, 1, 1, 2, 50]))
-                for _ in range(chance.choice([1, 5, 20]))
+                for _ in range(chance.choice([1, 10, 40]))
             ],
             patient=chance.random() < 0.7,
         )

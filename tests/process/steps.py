@@ -10,7 +10,10 @@ import random
 import resource
 import signal
 import socket
+import time
 from typing import Any
+
+import torch
 
 import asyncvmm
 from asyncvmm._types import Route
@@ -190,6 +193,7 @@ async def produce(me: Me, generation: int, seed: int, largest: int, wild: bool =
     ``wild`` also cancels, reserves, gives up and does not wait.
     """
     stop = me.kept["stop"] = asyncio.Event()
+    stopped = me.kept["stopped"] = asyncio.Event()
     chance = random.Random(seed)
     sent = 0
     while not stop.is_set():
@@ -202,6 +206,7 @@ async def produce(me: Me, generation: int, seed: int, largest: int, wild: bool =
         sent += 1
         if sent % 10 == 0:
             me.tell("progress")
+    stopped.set()
 
 
 async def cancel_a_send(
@@ -248,6 +253,7 @@ WILD = [cancel_a_send, reserve_and_publish, send_without_waiting]
 async def finish(me: Me) -> list[int]:
     """Stop producing, wait until everything is back; return the slots: in total, and free."""
     me.kept["stop"].set()
+    await me.kept["stopped"].wait()
     await me.exporter.drain()
     slots = me.exporter.statistics().slots
     return [slots.total, slots.free]
@@ -270,7 +276,7 @@ async def consume(me: Me, generation: int, seed: int) -> str:
             del batch, owner
             while me.batches and chance.random() < 0.7:
                 me.batches.pop(chance.randrange(len(me.batches))).release()
-            if len(me.batches) > me.kept.get("most", 2):
+            if len(me.batches) > me.kept.get("most", 1):
                 me.batches.pop(0).release()
             count += 1
             if count % 10 == 0:
@@ -445,3 +451,52 @@ async def suffer(me: Me, address: str, connections: int) -> dict[str, int]:
             end = "end"
         ends[end] = ends.get(end, 0) + 1
     return ends
+
+
+# -- a long steady stream ----------------------------------------------------------------------
+
+SMALL = 64
+"""How many different small owners there are; their patterns are made once."""
+
+
+def _small() -> list[dict[str, Any]]:
+    return [features(owner, 0, 200) for owner in range(SMALL)]
+
+
+async def stream(me: Me, count: int) -> list[float]:
+    """Send so many small owners, many in flight; return how long some of them took, in seconds."""
+    data = me.kept.setdefault("data", _small())
+    number: int = me.kept.get("number", 0)
+    took: list[float] = []
+
+    async def timed(ack: asyncvmm.Acknowledgement, began: float) -> None:
+        await ack
+        took.append(time.perf_counter() - began)
+
+    timing: set[asyncio.Task[None]] = set()
+    for at in range(number, number + count):
+        began = time.perf_counter()
+        ack = await me.exporter.send(data[at % SMALL], key=at)
+        if at % 97 == 0:
+            task = asyncio.create_task(timed(ack, began))
+            timing.add(task)
+            task.add_done_callback(timing.discard)
+    me.kept["number"] = number + count
+    await me.exporter.drain()
+    await asyncio.gather(*timing)
+    return took
+
+
+async def read_stream(me: Me) -> int:
+    """Receive what :func:`stream` sends, in order, and look into some; return how many."""
+    data = _small()
+    at = 0
+    async for batch in me.consumer:
+        for owner in batch:
+            if owner.key != at:
+                raise AssertionError(f"{owner!r} came where {at} was to come")
+            if at % 31 == 0 and not torch.equal(owner["words"], data[at % SMALL]["words"]):
+                raise AssertionError(f"{owner!r} has wrong bytes")
+            at += 1
+        batch.release()
+    return at
