@@ -5,6 +5,7 @@ Both ends are in one process here, so what they have together counts.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -34,8 +35,11 @@ async def test_whoever_lacks_an_event_is_told(
     async with exporting(slots=1) as exporter, connecting() as consumer:
         monkeypatch.setattr(events, "MAX_EVENTS", left)
         if who == "send":
+            copies = list[int]()
+            monkeypatch.setattr(exporter, "_copy_in", lambda *copy: copies.append(1))
             with pytest.raises(asyncvmm.BackendError, match="fewer slots") as caught:
                 await exporter.send({"x": torch.ones(4)})
+            assert not copies, "written before there was an event to stand behind it"
             assert caught.value.code == "too_many_events"
             assert exporter.statistics().slots.free == 1
         else:
@@ -53,7 +57,8 @@ async def test_whoever_lacks_an_event_is_told(
         if who != "send":
             batch.release()
             del batch
-            assert (await ack).complete
+            async with asyncio.timeout(10):
+                assert (await ack).complete
         await go_on(exporter, consumer)
 
 

