@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
@@ -21,6 +21,7 @@ from asyncvmm._backends.base import Fence, surely_done
 from asyncvmm._backends.limits import check_room
 from asyncvmm._backends.mapping import PAGE, READ, WRITE, Mapping, checked, pages
 from asyncvmm._backends.sealed import check_file, commit
+from asyncvmm._backends.segments import check_segment, find, first_gap, pieces
 from asyncvmm._errors import (
     ArgumentError,
     ClosedError,
@@ -103,7 +104,9 @@ class HostExporterRegion:
         with self._changing:
             self._open()
             size = pages(nbytes)
-            segment = SegmentInfo(self._next_index, self._gap(size), size)
+            segment = SegmentInfo(
+                self._next_index, first_gap(self._segments, size, self._info.max_nbytes), size
+            )
             check_room(size)
             self._add(segment)
             return segment
@@ -113,21 +116,6 @@ class HostExporterRegion:
         self._fds[segment.index] = fd
         self._segments = (*self._segments, segment)
         self._next_index = segment.index + 1
-
-    def _gap(self, size: int) -> int:
-        if size <= 0:
-            raise ArgumentError(f"a segment needs at least 1 byte, got {size}")
-        start = largest = 0
-        end = SegmentInfo(-1, self._info.max_nbytes, 0)
-        for segment in (*sorted(self._segments, key=lambda each: each.start), end):
-            if segment.start - start >= size:
-                return start
-            largest = max(largest, segment.start - start)
-            start = segment.start + segment.nbytes
-        raise ArgumentError(
-            f"the pool cannot grow by {size:,} bytes: of max_pool_bytes {self._info.max_nbytes:,} "
-            f"at most {largest:,} in one piece are not in use; ask for less"
-        )
 
     def shrink(self, index: int) -> None:
         """Give segment ``index`` back; on an error nothing has changed.
@@ -172,13 +160,9 @@ class HostExporterRegion:
 
     def poison(self, start: int, nbytes: int) -> None:
         """Overwrite a freed range, which may cross segments, with ``POISON``."""
-        mapping, end, covered = self._open(), start + nbytes, start
-        for segment in sorted(self._segments, key=lambda each: each.start):
-            if segment.start <= covered < segment.start + segment.nbytes:
-                covered = segment.start + segment.nbytes
-        if nbytes < 0 or covered < end:
-            raise ArgumentError(f"bytes {start} to {end} are not all in segments of the pool")
-        mapping.fill(start, nbytes, POISON)
+        mapping = self._open()
+        for first, size in list(pieces(self._segments, start, nbytes)):
+            mapping.fill(first, size, POISON)
 
     def keepalive(self) -> object:
         """Return an object that keeps the mapping alive; every view holds it."""
@@ -197,12 +181,7 @@ class HostExporterRegion:
 
     def _find(self, index: int) -> SegmentInfo:
         self._open()
-        for segment in self._segments:
-            if segment.index == index:
-                return segment
-        raise ArgumentError(
-            f"there is no segment {index}, only {[each.index for each in self._segments]}"
-        )
+        return find(self._segments, index)
 
 
 class HostConsumerRegion:
@@ -232,7 +211,7 @@ class HostConsumerRegion:
             )
         with handle:
             mapping = _unless_closed(self._mapping)
-            _check_segment(segment, self._info, self._segments.values())
+            check_segment(segment, self._info, self._segments.values())
             check_file(handle.fileno(), segment, writable=self._info.writable)
             protection = READ | WRITE if self._info.writable else READ
             mapping.place(segment.start, segment.nbytes, handle.fileno(), protection)
@@ -276,19 +255,6 @@ def _check_info(info: RegionInfo) -> None:
             f"a host pool of {size:,} bytes in granules of {granule:,} does not fit this "
             f"process's pages of {PAGE:,}"
         )
-
-
-def _check_segment(segment: SegmentInfo, info: RegionInfo, mapped: Iterable[SegmentInfo]) -> None:
-    start, end = segment.start, segment.start + segment.nbytes
-    if segment.index < 0 or start % info.granule or segment.nbytes % info.granule:
-        raise RemoteProtocolError(f"{segment} is not in granules of {info.granule:,} bytes")
-    if not 0 <= start < end <= info.max_nbytes:
-        raise RemoteProtocolError(f"{segment} does not lie in a pool of {info.max_nbytes:,} bytes")
-    for other in mapped:
-        if other.index == segment.index or (
-            start < other.start + other.nbytes and other.start < end
-        ):
-            raise RemoteProtocolError(f"{segment} collides with {other}, which is mapped")
 
 
 def _refuse_event(handle: bytes) -> None:
