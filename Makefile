@@ -11,7 +11,7 @@ NEW_ENOUGH := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
 	"$$python" -c "$(NEW_ENOUGH)" >/dev/null 2>&1 && command -v "$$python" && break; done)
 
-.PHONY: help demo test check gpu format clean
+.PHONY: help demo test check gpu soak fuzz format clean
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -30,6 +30,12 @@ check: $(STAMP)  ## Run everything of `make test` but the tests.
 
 gpu: $(STAMP)  ## Run the tests that need a CUDA device.
 	@$(BIN)/pytest -m gpu $(ARGS)
+
+soak: $(STAMP)  ## Stream, kill, cancel and fuzz for some minutes: ARGS="--minutes 5 --report OUT.json".
+	@$(BIN)/python -m tests.process.soak $(ARGS)
+
+fuzz: $(STAMP)  ## Send rubbish to both ends for as long as asked (ARGS=--help says how).
+	@$(BIN)/python -m tests.process.fuzz $(ARGS)
 
 format: $(STAMP)  ## Format the code and sort its imports.
 	@$(BIN)/ruff format .
