@@ -15,10 +15,11 @@ from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._core.layout import feature_bytes
 from asyncvmm._core.ledger import PeerState
 from asyncvmm._errors import LocalProtocolError, RemoteProtocolError
-from asyncvmm._types import RegionInfo, SegmentInfo
+from asyncvmm._types import MAX_SLOTS, RegionInfo, SegmentInfo
 from tests.core.pair import hear
 
 GRANULE = 4096
+BIG = 2**62
 REGION = RegionInfo("host", 4 * GRANULE, GRANULE, slots=4)
 FEATURES = [wire.Feature("a", "float32", (3, 5)), wire.Feature("b", "int16", (200,))]
 OWNER = wire.OwnerFrame(1, 1, 256, 768, "key", FEATURES)
@@ -154,6 +155,21 @@ def test_an_impossible_pool_is_refused(region: RegionInfo) -> None:
         ConsumerCore(region, competes=False)
 
 
+def test_the_smallest_and_the_largest_pool_are_possible() -> None:
+    """Kills a bound that is off by one."""
+    ConsumerCore(RegionInfo("host", 1, 1, slots=1), competes=False)
+    ConsumerCore(RegionInfo("host", BIG, BIG, slots=MAX_SLOTS), competes=False)
+
+
+def test_an_owner_may_fill_a_segment_from_end_to_end() -> None:
+    """Kills a range check that is off by one at either end."""
+    core = consumer()
+    whole = owner(start=0, nbytes=GRANULE, features=[wire.Feature("a", "uint8", (GRANULE,))])
+    core.deliver(wire.Deliver([whole]))
+    assert core.take() == [whole]
+    assert core.delivered == 1
+
+
 @pytest.mark.parametrize("slot", [-1, 4, 2**62])
 def test_an_event_for_no_slot_is_refused(slot: int) -> None:
     """Kills an index that wraps around."""
@@ -270,9 +286,27 @@ def test_what_lies_where_this_process_could_not_map_is_refused_with_the_reason()
     assert [type(message) for message in refusals] == [wire.Refuse] * 2
     assert all("out of address space" in message.reason for message in refusals)  # type: ignore[union-attr]  # all are Refuse
     assert list(core.held) == [3]
+    assert len(core.inbox) == core.delivered == 1
     core.take()
+    assert (core.has_mapped(0), core.has_mapped(1), core.has_mapped(2)) == (True, False, False)
     core.remove_segment(1)
     assert core.segment_count == 1
+    assert not core.has_mapped(1)
+    core.add_segment(SegmentInfo(1, GRANULE, GRANULE))
+    assert core.has_mapped(1)
+    later = owner(slot=2, generation=2, start=GRANULE - 256)
+    core.deliver(wire.Deliver([later]))
+    assert core.take() == [later], "the second try to map it worked"
+
+
+def test_what_ends_where_the_missing_segment_begins_is_not_refused() -> None:
+    """Kills an overlap that is off by one at either end."""
+    core = consumer(0, 2)
+    core.add_segment(SegmentInfo(1, GRANULE, GRANULE), failure="no")
+    before, after = owner(slot=0, start=GRANULE - 768), owner(slot=1, start=2 * GRANULE)
+    core.deliver(wire.Deliver([before, after]))
+    assert core.take() == [before, after]
+    assert not core.outgoing
 
 
 # -- settling ---------------------------------------------------------------------------------

@@ -54,6 +54,36 @@ def test_an_owner_is_acknowledged_by_all_its_ranks() -> None:
     assert pair.exporter.slots.free == 4
 
 
+def test_one_owner_is_published_as_a_batch_of_its_own() -> None:
+    """Kills a way of publishing one that differs from that of many."""
+    pair = broadcast()
+    pair.attach(0)
+    end = pair.attach(1)
+    record = pair.reserve()
+    pair.exporter.publish(
+        record, key=7, features=features(UNIT), metadata=b"m", to=1, ready=b"event"
+    )
+    pair.collect()
+    frame = wire.OwnerFrame(record.slot, 1, record.start, UNIT, 7, features(UNIT), b"m")
+    assert pair.sent == [
+        (end.id, wire.Ready(record.slot, b"event")),
+        (end.id, wire.Deliver([frame])),
+    ]
+    assert record.published
+    with pytest.raises(LocalProtocolError, match="published or given back before"):
+        pair.exporter.publish(record, key=7, features=features(UNIT))
+
+
+def test_a_batch_that_no_competitor_has_waits_for_anyone() -> None:
+    """Kills an owner that drains because nobody holds it yet."""
+    pair = compete()
+    record = pair.send()
+    assert record.waiting == {"*"}
+    assert not pair.fences
+    assert keys(pair, pair.attach()) == ["key"]
+    assert not record.waiting
+
+
 def test_all_may_settle_in_different_ways() -> None:
     """Kills "2 done, 1 failed" that fails all, or is forgotten (field report 13)."""
     pair = broadcast(4)
@@ -252,6 +282,10 @@ def test_what_a_leaving_competitor_had_not_taken_goes_to_another() -> None:
     assert record.outcome == late.outcome == Outcome(released=("consumer-2",))
     assert not first.core.held
     assert first.core.ended
+    assert not first.peer.untaken
+    assert first.id in pair.exporter.peers, "its link is still there"
+    pair.vanish(first)
+    assert first.id not in pair.exporter.peers
 
 
 def test_credit_comes_back_with_the_taking_not_with_the_release() -> None:
@@ -341,7 +375,7 @@ def test_a_closing_exporter_takes_nothing_and_gets_everything_back() -> None:
     end = pair.attach(0)
     out, loan = pair.send(), pair.reserve()
     pair.say_goodbye()
-    pair.say_goodbye()
+    pair.exporter.say_goodbye("closed twice")
     with pytest.raises(ClosedError):
         pair.exporter.publish(loan, key="late", features=features(UNIT))
     pair.abandon(loan)
@@ -351,6 +385,7 @@ def test_a_closing_exporter_takes_nothing_and_gets_everything_back() -> None:
     late = pair.attach(1)
     assert keys(pair, late) == ["key"]
     assert late.core.ended
+    assert late.core.reason == "closed"
     pair.leave(late)
     pair.settle()
     assert out.outcome.complete
@@ -406,6 +441,7 @@ def test_giving_up_settles_what_waits_for_nobody() -> None:
     pair.give_up_waiting()
     assert pair.fences == [lone]
     assert [member for member, _ in lone.outcome.refused] == [1]
+    assert pair.exporter.tally.refused == 2
     assert keys(pair, end) == ["key"]
     assert record.outcome.released == (0,)
     assert len(record.outcome.refused) == 1
