@@ -299,8 +299,14 @@ class Peers:
         self._peers: list[Peer] = []
         self._started = 0
 
-    def start(self, *, script: str = "", loop: str = "", **environment: str) -> Peer:
-        """Start one, with the same kind of event loop as the test has unless told otherwise."""
+    def start(
+        self, *, script: str = "", loop: str = "", namespace: bool = False, **environment: str
+    ) -> Peer:
+        """Start one, with the same kind of event loop as the test has unless told otherwise.
+
+        In a ``namespace`` of its own for pids it is a child of the process that is told of here,
+        and dies with that.
+        """
         if not loop:
             module = type(asyncio.get_running_loop()).__module__
             loop = "uvloop" if module.startswith("uvloop") else "asyncio"
@@ -308,6 +314,7 @@ class Peers:
             "loop": loop,
             "printed": str(self._folder / f"printed-{self._started}"),
             "deadline": self._deadline,
+            "namespace": namespace,
             "environment": {**os.environ, **environment},
             "script": script,
         }

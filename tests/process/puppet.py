@@ -9,6 +9,7 @@ end as any interpreter does, by falling off the end of this file.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import importlib
 import os
@@ -28,6 +29,9 @@ import uvloop
 import asyncvmm
 from asyncvmm._tensors import preload
 from tests.process.patterns import pattern
+
+CLONE_NEWPID = 0x2000_0000
+PR_SET_PDEATHSIG = 1
 
 LARGEST = 200_000
 """Bytes of one message between a test and its processes."""
@@ -145,6 +149,8 @@ async def serve(channel: socket.socket) -> None:
 
 def play(channel: socket.socket, request: dict[str, Any]) -> None:
     """Be one process, from here to its end."""
+    if request["namespace"]:
+        enter_namespace()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.alarm(request["deadline"])  # whoever is forgotten leaves nothing behind
     os.environ.update(request["environment"])
@@ -164,6 +170,17 @@ def play(channel: socket.socket, request: dict[str, Any]) -> None:
         exec(compile(request["script"], "script", "exec"), scope)
     else:
         run(serve(channel))
+
+
+def enter_namespace() -> None:
+    """Go on as the first process of a pid namespace; the one left behind ends as this one does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWPID) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+    pid = os.fork()
+    if pid:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Nursery:

@@ -20,8 +20,11 @@ from asyncvmm._types import Route
 from tests.process.harness import until
 from tests.process.patterns import features, note, wrong
 from tests.process.ports import PausingPort, UnmappablePort
-from tests.process.puppet import Me
+from tests.process.puppet import PR_SET_PDEATHSIG, Me
 from tests.process.sessions import Plan, attack_consumer, attack_exporter
+
+PR_SET_DUMPABLE = 4
+PR_SET_NO_NEW_PRIVS = 38
 
 # -- an exporter -----------------------------------------------------------------------------
 
@@ -354,6 +357,20 @@ async def become(me: Me, uid: int, gid: int) -> None:
     os.setgroups([])
     os.setgid(gid)
     os.setuid(uid)
+
+
+async def confine(me: Me, uid: int, gid: int) -> None:
+    """Be another user without a capability, whom nobody may trace."""
+    await become(me, uid, gid)
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # becoming another user cleared it
+
+
+async def consumers(me: Me) -> list[list[Any]]:
+    """Return member, pid and state of the exporter's consumers."""
+    return [[c.member, c.pid, c.state] for c in me.exporter.statistics().consumers]
 
 
 async def close_socket(me: Me) -> None:

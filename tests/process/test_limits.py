@@ -201,6 +201,48 @@ async def test_another_user_comes_in_where_it_is_allowed(peers: Peers) -> None:
 
 
 @needs_root
+async def test_both_ends_may_be_confined_to_namespaces_of_their_own(
+    peers: Peers, folder: Path
+) -> None:
+    """Without capabilities, not to be traced, each in a pid namespace (field report 32).
+
+    Descriptors come by the socket alone, so nothing of this matters; a death is seen all the same.
+    Kills: a liveness that goes by pid, which is 0 from another namespace.
+    """
+    name = shared_name("path", folder)
+    host, consumer, successor = (peers.start(namespace=True) for _ in range(3))
+    for peer in (host, consumer, successor):
+        await peer.call(steps.confine, NOBODY, NOBODY)
+    await host.call(steps.open_exporter, name, 1)
+    await consumer.call(steps.connect, name, 0)
+    for owner in range(3):
+        sending = host.begin(steps.send, [owner], 0, 1000, True)
+        assert await consumer.call(steps.take, 1) == [owner]
+        await consumer.call(steps.give_back)
+        await sending
+    assert await host.call(steps.consumers) == [[0, 0, "open"]]
+    sending = host.begin(steps.send, [7], 0, 1000, True)
+    await consumer.call(steps.take, 1)
+    await consumer.killed()
+    with pytest.raises(Raised, match=r"DeliveryError.*lost: \[0\]"):
+        await sending
+    await successor.call(steps.connect, name, 0)
+    await host.killed()
+    with pytest.raises(Raised, match="PeerLostError"):
+        await successor.call(steps.take, 1)
+    os.unlink(name)
+
+
+def test_no_descriptor_is_taken_out_of_another_process() -> None:
+    """Neither by name nor by number of the system call (field report 32)."""
+    package = Path(asyncvmm.__file__).parent
+    for file in package.rglob("*.py"):
+        text = file.read_text()
+        assert "getfd" not in text.replace("F_GETFD", "")
+        assert "syscall" not in text
+
+
+@needs_root
 async def test_another_users_name_cannot_be_taken(peers: Peers, folder: Path) -> None:
     """Kills: a stale look at a node of another user that ends in its removal (report 6)."""
     name = shared_name("path", folder)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import asyncvmm
+from asyncvmm.testing import FakeDevice, FakePort, open_pair
 from tests.process import steps
 from tests.process.counters import Counters
 from tests.process.harness import Peers, Raised, turns
@@ -180,7 +181,10 @@ async def test_one_of_three_that_cannot_map_is_named_and_the_others_go_on(peers:
 
 
 async def test_one_that_cannot_map_at_all_does_not_get_in(peers: Peers) -> None:
-    """Kills: a rank that is taken by a consumer which has nothing mapped (field report 13)."""
+    """Its failure costs nobody else anything (field reports 6, 13).
+
+    Kills: a rank that is taken by a consumer which has nothing mapped.
+    """
     async with open_exporter(2) as exporter:
         first, second = peers.start(), peers.start()
         await first.call(steps.connect, "pool", 0)
@@ -259,6 +263,36 @@ async def test_an_owner_may_be_abandoned_twice_and_not_be_written_after(peers: P
         with pytest.raises(asyncvmm.ReleasedError):
             owner.publish()
         assert exporter.statistics().slots.free == SLOTS
+
+
+async def test_nothing_that_is_not_ready_can_be_read() -> None:
+    """Announce an owner and never make it ready, on a device driven by hand (field report 25).
+
+    Every view is behind a wait on its stream; once the exporter is gone nobody can tell whether
+    the bytes were ever written, so an owner that was not looked at before raises.  Kills: a view
+    that is had without the wait, and one that is had of an owner which was never completed.
+    """
+    device = FakeDevice(hold_ready=True)
+    async with open_pair(port=FakePort(device), close_timeout=0) as pair:
+        await pair.exporter.send({"x": torch.ones(8)}, require="none")
+        await pair.exporter.send({"x": torch.ones(8)}, require="none")
+        seen, unseen = [(await pair.consumer.receive())[0] for _ in range(2)]
+        assert device.waits == []
+        view = seen["x"]
+        assert device.waits == [(seen.slot, device.stream)]
+        seen.release()
+        del view
+        pair.exporter._connections.abort()
+        with pytest.raises(asyncvmm.PeerLostError):
+            await pair.consumer.receive()
+        with pytest.raises(asyncvmm.PeerLostError, match="completely written"):
+            unseen["x"]
+        with pytest.raises(asyncvmm.PeerLostError, match="completely written"):
+            unseen.clone()
+        unseen.release()
+        device.finish()
+        pair.exporter._core.died(0)  # it will not: it is this process
+        pair.exporter._pump()
 
 
 # -- closing at any moment -----------------------------------------------------------------------
