@@ -87,16 +87,17 @@ class Leases:
 
     def _open(self, lease: Lease) -> object:
         region, frame = self._region, lease.frame
+        if lease.done:
+            raise ReleasedError(f"owner {frame.key!r} was given back")
+        if self._port.kind != "host":
+            # First, for an error here is kept by whoever caught it, with what its frames hold.
+            self._order(lease)
         holder = lease.holder
         if holder is None:
-            if lease.done:
-                raise ReleasedError(f"owner {frame.key!r} was given back")
             holder = self._port.holder(
                 region.address + frame.start, frame.nbytes, region.keepalive()
             )
             lease.open(holder)
-        if self._port.kind != "host":
-            self._order(lease)
         return holder
 
     def _order(self, lease: Lease) -> None:
