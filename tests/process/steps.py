@@ -93,6 +93,14 @@ async def take(me: Me, count: int) -> list[int]:
     return keys
 
 
+async def look_again(me: Me) -> None:
+    """Check what is kept."""
+    for batch in me.batches:
+        for owner in batch:
+            if problem := wrong(owner):
+                raise AssertionError(problem)
+
+
 async def give_back(me: Me, count: int = -1) -> None:
     """Release the oldest batches that were kept, all of them for -1; return once it is said."""
     for _ in range(len(me.batches) if count < 0 else count):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -351,6 +352,41 @@ async def test_what_a_killed_exporter_left_stays_readable_until_it_is_released(
         await turns()
         assert pool_mappings() == []
     await take_the_name(peers, "pool")
+
+
+@pytest.mark.slow
+async def test_an_exporter_that_leaves_with_owners_out_waits_and_then_names_them(
+    peers: Peers,
+) -> None:
+    """How many, held by whom, how old; and what was received stays readable (field report 4).
+
+    Kills: a close that drops what is out without a word, and one that waits for ever.
+    """
+    holder, late = peers.start(), peers.start()
+    manager = open_exporter("pool", 2, close_timeout=0.3)
+    exporter = await manager.__aenter__()
+    await holder.call(steps.connect, "pool", 0)
+    await late.call(steps.connect, "pool", 1)
+    acks = [await send(exporter, owner) for owner in range(2)]
+    for peer in (holder, late):
+        await peer.call(steps.take, 2)
+    await late.call(steps.give_back)
+    with pytest.warns(asyncvmm.OwnersOutstandingWarning) as caught:
+        await manager.__aexit__(None, None, None)
+    (warning,) = caught
+    text = str(warning.message)
+    assert re.search(
+        r"closed after 0.3 s with 2 owners still out, held by .* consumers 0; .* 0\.[3-9] s", text
+    ), text
+    for ack in acks:
+        with pytest.raises(asyncvmm.ClosedError):
+            await ack
+    assert holder.counters().mappings == 1
+    await holder.call(steps.look_again)
+    await holder.call(steps.give_back)
+    await holder.call(steps.leave)
+    assert holder.counters().mappings == 0
+    assert holder.printed == []
 
 
 @pytest.mark.parametrize("hooks", [True, False], ids=["os.fork", "fork"])
