@@ -128,7 +128,7 @@ class TensorSpec:
     dtype: object
 
     def __post_init__(self) -> None:
-        shape = tuple(self.shape)
+        shape = tuple(self.shape) if isinstance(self.shape, Iterable) else (None,)
         if not all(is_int(n) and n >= 0 for n in shape):
             raise ArgumentError(
                 f"a shape is a tuple of ints of 0 or more, got {self.shape!r} for a TensorSpec"

@@ -11,6 +11,7 @@ from asyncvmm._consumer.consumer import Consumer
 from asyncvmm._consumer.loss import loss
 from asyncvmm._core import wire
 from asyncvmm._core.consumer import ConsumerCore
+from asyncvmm._core.wire import MAX_TEXT, MAX_WINDOW, check_secret
 from asyncvmm._errors import (
     AccessDeniedError,
     ArgumentError,
@@ -26,7 +27,7 @@ from asyncvmm._io.listener import connect as connect_socket
 from asyncvmm._io.liveness import DeathWatch, identify
 from asyncvmm._io.names import check, resolve
 from asyncvmm._io.threads import made_in_thread
-from asyncvmm._tensors import DevicePort, open_port, preload
+from asyncvmm._tensors import DevicePort, check_device, open_port, preload
 from asyncvmm._types import is_int
 
 FDS_PER_PACKET = 1
@@ -64,14 +65,19 @@ class connect:
         _port: DevicePort | None = None,
     ) -> None:
         check(name)
+        check_device(device)
         self._name = name
         self._device = device
-        if rank is not None and not is_int(rank):
+        if rank is not None and (not is_int(rank) or rank < 0):
             raise ArgumentError(f"rank={rank!r} is no rank; give an int of 0 or more")
-        if not is_int(prefetch) or prefetch < 1:
+        if member is not None and (not isinstance(member, str) or not 0 < len(member) <= MAX_TEXT):
             raise ArgumentError(
-                f"prefetch={prefetch!r} must be an int of 1 or more: how many batches may be "
-                f"delivered ahead of the one in work"
+                f"member={member!r:.80} is no name; give text of 1 to {MAX_TEXT:,} characters"
+            )
+        if not is_int(prefetch) or not 1 <= prefetch <= MAX_WINDOW:
+            raise ArgumentError(
+                f"prefetch={prefetch!r} must be an int from 1 to {MAX_WINDOW:,}: how many batches "
+                f"may be delivered ahead of the one in work"
             )
         kind = "any" if device == "auto" else "host" if device == "cpu" else "cuda"
         if _port is not None:
@@ -82,8 +88,9 @@ class connect:
             kind=kind,
             writable=writable,
             window=prefetch,
-            secret=secret.encode() if isinstance(secret, str) else secret,
+            secret=check_secret(secret),
         )
+        self._greeting = wire.encode_greeting(self._hello)  # refuses what is out of bounds
         self._wait = wait
         self._port = _port
         self._consumer: Consumer | None = None
@@ -91,7 +98,6 @@ class connect:
     async def __aenter__(self) -> Consumer:
         if self._consumer is not None:
             raise LocalProtocolError("connect() can be entered once; call it again")
-        greeting = wire.encode_greeting(self._hello)
         if self._port is None:
             # Before the handshake, so that an exporter never waits for our imports.
             await asyncio.to_thread(preload, self._device)
@@ -113,7 +119,7 @@ class connect:
                     asyncio.get_running_loop(), identity.pidfd, handshake.on_death
                 )
             link.start()
-            link.post(greeting)
+            link.post(self._greeting)
             link.flush()
             welcome = await handshake.welcome()
             consumer = await self._attach(handshake, welcome)

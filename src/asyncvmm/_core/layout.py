@@ -18,6 +18,9 @@ from asyncvmm._types import ALIGNMENT
 MAX_DIMENSIONS = 64
 """torch itself refuses tensors of more dimensions."""
 
+MAX_LENGTH = 2**62
+"""What the wire carries of one length, and well inside what a stride may be."""
+
 DTYPES: dict[str, int] = {
     "bool": 1,
     "uint8": 1,
@@ -79,7 +82,7 @@ def feature_bytes(name: str, dtype: str, shape: Sequence[int]) -> int:
                 feature=name,
             )
         size *= length
-    if not size and math.prod(length or 1 for length in shape) >= 1 << 63:
+    if not size and math.prod(length or 1 for length in shape) > MAX_LENGTH:
         raise InvalidTensorError(
             f"feature {name!r} has no elements, but the strides of its shape {tuple(shape)} do "
             f"not fit 64 bits",

@@ -35,6 +35,8 @@ MAX_FEATURES = 1024
 MAX_EVENT_HANDLE = 64
 MAX_TEXT = 1024
 MAX_KEY = 4096
+MAX_SECRET = 1024
+MAX_WINDOW = 65536
 
 _Natural: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
 _Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -70,9 +72,9 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, tag=1):
     kind: _Text
     """The memory this end can map: "host" or "cuda"."""
     writable: bool = False
-    window: Annotated[int, Meta(ge=1, le=65536)] = 2
+    window: Annotated[int, Meta(ge=1, le=MAX_WINDOW)] = 2
     """Under Compete: batches I may have without having taken them."""
-    secret: Annotated[bytes, Meta(max_length=1024)] = b""
+    secret: Annotated[bytes, Meta(max_length=MAX_SECRET)] = b""
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=2):
@@ -175,6 +177,17 @@ _from_consumer = msgspec.msgpack.Decoder(list[FromConsumer])
 _from_exporter = msgspec.msgpack.Decoder(list[FromExporter])
 _greeting: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _HEADER = struct.Struct(">4sH")
+
+
+def check_secret(secret: object) -> bytes:
+    """Return a secret as bytes; refuse one that the other end would refuse."""
+    if isinstance(secret, str):
+        secret = secret.encode("utf-8", "surrogateescape")
+    if not isinstance(secret, bytes):
+        raise ArgumentError(f"a secret is text or bytes, got a {type(secret).__name__}")
+    if len(secret) > MAX_SECRET:
+        raise ArgumentError(f"a secret may have at most {MAX_SECRET:,} bytes, got {len(secret):,}")
+    return secret
 
 
 def clip(text: str) -> str:

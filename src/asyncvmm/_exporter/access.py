@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from asyncvmm._core.wire import check_secret
 from asyncvmm._errors import ArgumentError
+from asyncvmm._types import is_int
 
 
 class Access:
@@ -16,12 +18,19 @@ class Access:
     def __init__(
         self, uids: Iterable[int] = (), gids: Iterable[int] = (), secret: bytes | str = b""
     ) -> None:
-        self.uids = frozenset((os.getuid(), *uids))
-        self.gids = frozenset(gids)
-        self.secret = secret.encode() if isinstance(secret, str) else bytes(secret)
-        if len(self.secret) > 1024:
-            raise ArgumentError(f"a secret may have at most 1,024 bytes, got {len(self.secret):,}")
+        self.uids = frozenset((os.getuid(), *_numbers(uids, "allow_uids")))
+        self.gids = frozenset(_numbers(gids, "allow_gids"))
+        self.secret = check_secret(secret)
 
     def allows(self, uid: int, gid: int) -> bool:
         """Say whether a process of this user and group may connect."""
         return uid in self.uids or gid in self.gids
+
+
+def _numbers(ids: Iterable[int], what: str) -> tuple[int, ...]:
+    found = tuple(ids) if isinstance(ids, Iterable) else (ids,)
+    if isinstance(ids, str | bytes) or not all(is_int(each) and each >= 0 for each in found):
+        raise ArgumentError(
+            f"{what}={ids!r} must be numbers of users or groups; pwd and grp know them by name"
+        )
+    return found

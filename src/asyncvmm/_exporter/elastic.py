@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 
 from asyncvmm._backends.base import ExporterRegion
@@ -115,7 +116,12 @@ class Elastic:
     # -- shrinking ---------------------------------------------------------------------------
 
     def _schedule(self) -> None:
-        if self._timer is None and len(self._region.segments()) > 1 and not self._closed:
+        if (
+            self._timer is None
+            and len(self._region.segments()) > 1
+            and not self._closed
+            and self._shrink_after != math.inf
+        ):
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(self._shrink_after / 4, 0.01), self._look)
 

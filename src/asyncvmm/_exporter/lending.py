@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.ledger import Record
+from asyncvmm._core.wire import check_key
 from asyncvmm._errors import (
     ArgumentError,
     BackendError,
@@ -30,7 +31,7 @@ from asyncvmm._exporter.reservation import Terms, pack_metadata
 from asyncvmm._exporter.room import Room
 from asyncvmm._fds import close_after_fork
 from asyncvmm._tensors import DevicePort
-from asyncvmm._types import Group, Key, is_int
+from asyncvmm._types import Group, Key
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Plan, Tensor
@@ -91,9 +92,13 @@ class Lending:
         self._guard()
         if plan.nbytes > self._elastic.limit:
             raise OwnerTooLargeError(plan.nbytes, self._elastic.limit)
-        if key is not None and not (is_int(key) or isinstance(key, str)):
-            raise ArgumentError(f"an owner's key is text or an int, got {key!r:.80}")
+        if key is not None:
+            check_key(key)
         if to is not None:
+            if not isinstance(to, int | Group | Iterable):
+                raise ArgumentError(
+                    f"to={to!r:.80} names no ranks; give a rank, several, or asyncvmm.Group(...)"
+                )
             to = to if isinstance(to, int | Group) else tuple(to)
             self._core.check_narrowing(to)
         if require not in ("all", "any", "none"):
@@ -101,6 +106,7 @@ class Lending:
         return plan, Terms(key, pack_metadata(metadata), to, require)
 
     async def _acquire(self, nbytes: int) -> Record:
+        self._guard()  # a reservation may be entered long after it was asked for
         if not len(self._room):
             record = self._core.reserve(nbytes)
             if record is not None:

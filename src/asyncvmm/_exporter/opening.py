@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterable
@@ -23,7 +24,13 @@ from asyncvmm._exporter.exporter import Exporter
 from asyncvmm._io.listener import Listener
 from asyncvmm._io.names import check, resolve
 from asyncvmm._io.threads import made_in_thread
-from asyncvmm._tensors import DevicePort, HandleType, open_port
+from asyncvmm._tensors import (
+    DevicePort,
+    HandleType,
+    check_device,
+    check_handle_type,
+    open_port,
+)
 from asyncvmm._types import MAX_SLOTS, Broadcast, Compete, Route, is_int, parse_bytes
 
 logger = logging.getLogger("asyncvmm.exporter")
@@ -72,6 +79,8 @@ class open_exporter:
         _port: DevicePort | None = None,
     ) -> None:
         check(name)
+        check_device(device)
+        check_handle_type(handle_type)
         self._name = name
         self._device = device
         self._pool_bytes = parse_bytes(pool_bytes, "pool_bytes")
@@ -97,12 +106,12 @@ class open_exporter:
             )
         self._slots = slots
         self._route = route
-        self._shrink_after = shrink_after
+        self._shrink_after = _seconds(shrink_after, "shrink_after")
         self._writable = writable
         self._debug = debug
         self._access = Access(allow_uids, allow_gids, secret)
         self._handle_type: HandleType = handle_type
-        self._close_timeout = close_timeout
+        self._close_timeout = _seconds(close_timeout, "close_timeout")
         self._port = _port
         self._exporter: Exporter | None = None
         self._listener: Listener | None = None
@@ -185,7 +194,8 @@ class open_exporter:
         exporter._core.say_goodbye()
         exporter._pump()
         try:
-            async with asyncio.timeout(self._close_timeout):
+            limit = self._close_timeout
+            async with asyncio.timeout(None if limit == math.inf else limit):
                 await exporter._until_idle()
         except TimeoutError:
             left = [owner for owner in exporter.statistics().owners if owner.state != "filling"]
@@ -231,3 +241,11 @@ class open_exporter:
         await exporter._draining.close()
         exporter._ended = True
         await asyncio.to_thread(exporter._region.close)
+
+
+def _seconds(value: object, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ArgumentError(
+            f"{what}={value!r} is no time; give seconds of 0 or more, math.inf for no limit"
+        )
+    return value

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     # Importing this package must not import torch: that is for open_port() to do, off the loop.
     from asyncvmm._tensors.plan import Plan, Tensor
 
-__all__ = ["DevicePort", "HandleType", "open_port", "preload"]
+__all__ = ["DevicePort", "HandleType", "check_device", "check_handle_type", "open_port", "preload"]
 
 HandleType = Literal["auto", "fabric", "posix"]
 
@@ -74,7 +74,7 @@ class DevicePort(Protocol):
 
 def preload(device: str) -> None:
     """Import what a device will need.  Slow: importing torch takes seconds."""
-    _check_device(device)
+    check_device(device)
     import torch
 
     from asyncvmm._tensors import plan as plan
@@ -83,9 +83,18 @@ def preload(device: str) -> None:
         from asyncvmm._tensors import cuda as cuda
 
 
-def _check_device(device: str) -> None:
-    if device != "auto" and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+def check_device(device: object) -> None:
+    """Refuse what names no device, without looking whether it is there."""
+    if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise ArgumentError(f"device={device!r} is unknown; give 'cpu', 'cuda:N' or 'auto'")
+
+
+def check_handle_type(handle_type: object) -> None:
+    """Refuse what names no way to share memory."""
+    if handle_type not in ("auto", "fabric", "posix"):
+        raise ArgumentError(
+            f"handle_type={handle_type!r} is unknown; give 'auto', 'fabric' or 'posix'"
+        )
 
 
 def open_port(device: str, *, kind: str = "any") -> DevicePort:
@@ -94,7 +103,7 @@ def open_port(device: str, *, kind: str = "any") -> DevicePort:
     ``device`` is "cpu", "cuda:N", "cuda" (the current one) or "auto".  ``kind`` is what the other
     end has ("host", "cuda", or "any"); "auto" follows it, else takes a GPU if there is one.
     """
-    _check_device(device)
+    check_device(device)
     import torch
 
     if device == "auto":

@@ -18,8 +18,15 @@ from asyncvmm._backends.base import ConsumerRegion, ExporterRegion
 from asyncvmm._backends.memfd import HostConsumerRegion, HostExporterRegion
 from asyncvmm._core.layout import feature_bytes, offsets
 from asyncvmm._core.wire import Feature
-from asyncvmm._errors import ArgumentError
-from asyncvmm._tensors.plan import TORCH_DTYPES, Plan, Tensor, plan_specs, plan_tensors
+from asyncvmm._errors import ArgumentError, InvalidTensorError
+from asyncvmm._tensors.plan import (
+    TORCH_DTYPES,
+    Plan,
+    Tensor,
+    plan_specs,
+    plan_tensors,
+    source_address,
+)
 from asyncvmm._types import RegionInfo
 
 OFFLOAD_BYTES = 1 << 20
@@ -76,26 +83,38 @@ class HostPort:
 
     def copy_in(self, address: int, plan: Plan, stream: int) -> None:
         """Copy every feature to its place; done when it returns."""
-        for offset, size, feature, source in zip(
-            plan.offsets, plan.sizes, plan.features, plan.tensors, strict=True
-        ):
-            if not size:
-                continue
-            if (
-                size < OFFLOAD_BYTES
-                and source.is_cpu
-                and source.is_contiguous()
-                and not source.is_conj()
-                and not source.is_neg()
+        name = ""
+        try:
+            for offset, size, feature, source in zip(
+                plan.offsets, plan.sizes, plan.features, plan.tensors, strict=True
             ):
-                ctypes.memmove(address + offset, source.data_ptr(), size)
-                continue
-            # torch's own copy: strided sources, other devices, and several threads when large.
-            source = source.detach()
-            target = self.view(self.holder(address + offset, size, None), 0, feature)
-            if source.dtype in _UNCOPIABLE:
-                source, target = source.view(torch.uint8), target.view(torch.uint8)
-            target.copy_(source)
+                if not size:
+                    continue
+                name = feature.name
+                start = source_address(name, source, size)
+                if (
+                    size < OFFLOAD_BYTES
+                    and source.is_cpu
+                    and source.is_contiguous()
+                    and not source.is_conj()
+                    and not source.is_neg()
+                ):
+                    ctypes.memmove(address + offset, start, size)
+                else:
+                    self._copy(address + offset, size, feature, source.detach())
+        except InvalidTensorError:
+            raise
+        except Exception as error:  # whatever a subclass or a device may raise (inv. 13)
+            raise InvalidTensorError(
+                f"feature {name!r} could not be copied: {error}", feature=name
+            ) from error
+
+    def _copy(self, address: int, size: int, feature: Feature, source: Tensor) -> None:
+        """Copy as torch does: strided sources, other devices, in several threads when large."""
+        target = self.view(self.holder(address, size, None), 0, feature)
+        if source.dtype in _UNCOPIABLE:
+            source, target = source.view(torch.uint8), target.view(torch.uint8)
+        target.copy_(source)
 
     def holder(self, address: int, nbytes: int, keepalive: object) -> object:
         """Return a ctypes array over the bytes; it keeps ``keepalive`` alive."""

@@ -71,13 +71,15 @@ _LAYOUTS = 512
 
 def plan_tensors(features: Mapping[str, Tensor]) -> Plan:
     """Describe tensors that are to be copied in; refuse what cannot be shared."""
-    if not isinstance(features, Mapping):
-        raise _no_mapping(features)
+    if type(features) is not dict:
+        if not isinstance(features, Mapping):
+            raise _no_mapping(features)
+        features = dict(features)  # looked up once: who knows what comes the second time
     tensors = tuple(features.values())
     try:
         key = (*features, *[(tensor.dtype, tensor.shape) for tensor in tensors])
         layout = _layouts.get(key)
-    except (AttributeError, TypeError):  # something is no tensor, or its name is no text
+    except (AttributeError, TypeError, RuntimeError):  # no tensor, no text, or no one shape
         key, layout = (), None
     if layout is None:
         layout = _describe(features)
@@ -85,7 +87,11 @@ def plan_tensors(features: Mapping[str, Tensor]) -> Plan:
             _layouts.clear()
         _layouts[key] = layout
     for tensor in tensors:
-        if tensor.is_meta or tensor.layout is not torch.strided:
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.is_meta
+            or tensor.layout is not torch.strided
+        ):
             _describe(features)  # names the one
     return Plan(layout, tensors)
 
@@ -101,11 +107,38 @@ def _describe(features: Mapping[str, Tensor]) -> Layout:
                 feature=name,
             )
         found = NAMES.get(tensor.dtype)
-        if found is None or tensor.layout is not torch.strided or tensor.is_meta:
+        if found is None or tensor.layout is not torch.strided or not _has_bytes(tensor):
             raise _refusal(name, tensor)
-        described.append(Feature(name, found[0], tuple(tensor.shape)))
-        sizes.append(tensor.numel() * found[1])
+        shape = tuple(tensor.shape)
+        sizes.append(feature_bytes(name, found[0], shape))
+        described.append(Feature(name, found[0], shape))
     return Layout(described, sizes)
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    return not tensor.is_meta and not tensor.is_nested
+
+
+def source_address(name: str, tensor: Tensor, nbytes: int) -> int:
+    """Return where a tensor's first element lies, at the time of the copy.
+
+    Refuses one that has no memory (a fake tensor, or a storage that was resized to nothing), for
+    reading it would end the process, and one that changed since it was described.
+    """
+    address = tensor.data_ptr()
+    if not address:
+        raise InvalidTensorError(
+            f"feature {name!r} has no memory behind it: a fake tensor, or one whose storage was "
+            f"resized to 0 bytes; materialise it first",
+            feature=name,
+        )
+    if tensor.nbytes != nbytes:
+        raise InvalidTensorError(
+            f"feature {name!r} had {nbytes:,} bytes when it was sent and has {tensor.nbytes:,} "
+            f"now; leave a tensor alone until send() returns",
+            feature=name,
+        )
+    return address
 
 
 def plan_specs(features: Mapping[str, TensorSpec]) -> Plan:
@@ -147,6 +180,8 @@ def _items(features: Mapping[str, object]) -> list[tuple[str, object]]:
 def _refusal(name: str, tensor: Tensor) -> InvalidTensorError:
     if tensor.is_meta:
         why = "is on the meta device and has no bytes; materialise it first"
+    elif tensor.is_nested:
+        why = "is nested and has no one shape; send its parts, or .values() and .offsets()"
     elif tensor.layout is not torch.strided:
         why = f"has layout {tensor.layout}; convert it with .to_dense() or send its parts"
     else:
