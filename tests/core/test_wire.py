@@ -149,6 +149,50 @@ def test_a_list_in_a_message_is_copied_out_of_the_packet() -> None:
     assert message.owners[0].metadata == b"old"
 
 
+GOLDEN: dict[str, tuple[wire.Message, str]] = {
+    "hello": (wire.Hello(1, "n", "host"), "970101a16ea4686f7374c202c400"),
+    "welcome": (
+        wire.Welcome(b"e" * 16, 3, 2, RegionInfo("host", 4096, 4096, 8), 1),
+        "9702c410" + "65" * 16 + "030297a4686f7374cd1000cd100008c2a56d656d6664a001c2",
+    ),
+    "rejected": (wire.Rejected("rank", "t"), "9403a472616e6ba17490"),
+    "attached": (wire.Attached(), "910c"),
+    "segment": (wire.Segment(SegmentInfo(1, 0, 9), b"h"), "930493010009c40168"),
+    "unmap": (wire.Unmap(3), "920503"),
+    "ready": (wire.Ready(3, b"h"), "930603c40168"),
+    "deliver": (
+        wire.Deliver([wire.OwnerFrame(1, 2, 0, 256, "k", [wire.Feature("a", "bool", (3,))])]),
+        "92079197010200cd0100a16b9193a161a4626f6f6c9103c400",
+    ),
+    "take": (wire.Take(1, 2), "93080102"),
+    "release": (wire.Release(1, 2), "95090102c40000"),
+    "refuse": (wire.Refuse(1, 2, "r"), "940a0102a172"),
+    "goodbye": (wire.Goodbye(), "930b00a0"),
+}
+
+
+@pytest.mark.parametrize("what", GOLDEN)
+def test_the_bytes_of_a_message_change_only_with_the_version(what: str) -> None:
+    """Kills a field that moves, or a tag or default that changes, without anybody noticing.
+
+    Whoever changes this table raises VERSION, unless an older release reads the new bytes right.
+    """
+    message, data = GOLDEN[what]
+    assert wire.encode(message).hex() == data
+    assert wire.VERSION == 1
+    with pytest.raises(AttributeError):
+        setattr(message, next(iter(message.__struct_fields__), "any"), 0)
+
+
+def test_a_greeting_is_a_packet_of_its_own() -> None:
+    """Kills a greeting that is wrapped, and a first message that is not."""
+    greeting = wire.encode_greeting(wire.Attached())
+    assert greeting == b"AVMM\x00\x01\x91\x0c"
+    assert wire.frame([greeting]) == greeting
+    assert wire.frame([wire.encode(wire.Take(1, 2))]).hex() == "9193080102"
+    assert wire.frame([]) == b"\x90"
+
+
 # -- bounds -----------------------------------------------------------------------------------
 
 DELIVER = wire.Deliver([wire.OwnerFrame(0, 1, 0, 256, "k", [wire.Feature("a", "bool", (3,))])])
@@ -187,6 +231,34 @@ def test_a_field_out_of_bounds_is_refused(what: str) -> None:
     for decode in (wire.decode_from_consumer, wire.decode_from_exporter):
         with pytest.raises(RemoteProtocolError, match="is no packet"):
             decode(packet)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Hello(2**63, "n" * 1024, "k" * 1024, window=wire.MAX_WINDOW, secret=b"s" * 1024),
+        wire.Hello(None, None, "", window=1),
+        wire.Welcome(b"e" * 16, BIG, BIG, RegionInfo("cuda", 2**63, 2**63, 2**63), BIG, debug=True),
+        wire.Rejected("r" * 1024, "t" * 1024, [-1] * 64),
+        wire.Release(BIG, BIG, b"h" * 64, 65535),
+        wire.Refuse(0, 0, "\u20ac" * 1024),
+        wire.Goodbye(BIG, "x" * 1024),
+        wire.Segment(SegmentInfo(2**63, 2**63, 2**63), b"h" * 64),
+        wire.Ready(BIG, b"h" * 64),
+        wire.Unmap(BIG),
+        wire.Deliver([wire.OwnerFrame(BIG, BIG, BIG, BIG, "k" * 4096, [])]),
+        wire.Deliver([wire.OwnerFrame(0, 0, 0, 0, 2**64 - 1, [wire.Feature("", "", ())] * 1024)]),
+    ],
+)
+def test_a_field_at_its_bound_is_taken(message: wire.Message) -> None:
+    """Kills a bound that is off by one."""
+    if isinstance(message, wire.Greeting):
+        assert wire.decode_greeting(wire.encode_greeting(message)) == message
+        return
+    packet = wire.frame([wire.encode(message)])
+    from_consumer = isinstance(message, wire.FromConsumer)
+    decode = wire.decode_from_consumer if from_consumer else wire.decode_from_exporter
+    assert decode(packet) == [message]
 
 
 @pytest.mark.parametrize("direction", ["from consumer", "from exporter"])
@@ -240,6 +312,36 @@ def test_what_cannot_be_written_is_an_argument_error(key: object) -> None:
     bad = msgspec.structs.replace(DELIVER.owners[0], key=key)
     with pytest.raises(ArgumentError, match="Deliver message cannot be written"):
         wire.encode(wire.Deliver([bad]))
+
+
+def test_a_key_is_text_or_a_number() -> None:
+    """Kills a key that only the other end refuses."""
+    for key in ("", "k" * wire.MAX_KEY, -(2**63), 2**64 - 1):
+        wire.check_key(key)
+    for bad in ("k" * (wire.MAX_KEY + 1), True, None, 1.0, b"k", ("k",)):
+        with pytest.raises(ArgumentError, match="a key"):
+            wire.check_key(bad)
+
+
+def test_a_secret_is_text_or_bytes() -> None:
+    """Kills a secret that only the other end refuses."""
+    assert wire.check_secret("s\u20ac") == "s\u20ac".encode()
+    assert wire.check_secret(b"s" * 1024) == b"s" * 1024
+    for bad in ("\u20ac" * 342, b"s" * 1025, None, 7, [b"s"]):
+        with pytest.raises(ArgumentError, match="a secret"):
+            wire.check_secret(bad)
+
+
+def test_a_message_of_just_the_limit_fits_a_packet() -> None:
+    """Kills a limit that leaves no room for the packet's header, or wastes some."""
+    empty = wire.Deliver([wire.OwnerFrame(0, 1, 0, 256, 1, [], b"m" * 60_000)])
+    rest = wire.MESSAGE_LIMIT - len(wire.encode(empty))
+    full = wire.Deliver([wire.OwnerFrame(0, 1, 0, 256, 1, [], b"m" * (60_000 + rest))])
+    assert len(wire.encode(full)) == wire.MESSAGE_LIMIT == 65472
+    assert len(wire.frame([wire.encode(full)])) <= wire.PACKET_LIMIT == 65536
+    more = wire.Deliver([wire.OwnerFrame(0, 1, 0, 256, 1, [], b"m" * (60_001 + rest))])
+    with pytest.raises(ArgumentError, match="takes 65,473 bytes"):
+        wire.encode(more)
 
 
 @given(st.text(st.characters(), max_size=50) | st.text("\ud800x", max_size=3000))
