@@ -352,3 +352,17 @@ async def test_many_links_leave_no_descriptor_behind() -> None:
         sender.close()
     await asyncio.sleep(0)
     assert open_fds() == before
+
+
+async def test_a_small_socket_buffer_gets_small_packets(ends: list[End]) -> None:
+    """Kills: a link that ends because its joined messages outgrow what the kernel takes at once."""
+    a, b = pair()
+    a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_608)
+    sender, receiver = End(a), End(b)
+    ends += [sender, receiver]
+    receiver.link.start()
+    posted = [bytes([number]) * 1_500 for number in range(40)]
+    for message in posted:
+        sender.link.post(message)
+    await receiver.until(lambda: len(receiver.messages) == len(posted))
+    assert receiver.messages == posted

@@ -228,7 +228,12 @@ class Link:
         outbox = self._outbox
         try:
             while (packet := outbox.next()) is not None:
-                send(self._sock, packet, outbox.fds)
+                try:
+                    send(self._sock, packet, outbox.fds)
+                except OSError as failure:
+                    if failure.errno == errno.EMSGSIZE and outbox.split():
+                        continue
+                    raise
                 outbox.sent()
         except (BlockingIOError, InterruptedError):
             if not self._blocked:

@@ -25,18 +25,19 @@ Fds: TypeAlias = tuple[OwnedFd, ...]
 class Outbox:
     """A queue of messages whose head is at most one encoded packet."""
 
-    __slots__ = ("_count", "_frame", "fds", "packet", "queue")
+    __slots__ = ("_batch_bytes", "_frame", "_messages", "fds", "packet", "queue")
 
     def __init__(self, frame: Callable[[Sequence[bytes]], bytes]) -> None:
         self._frame = frame
         self.queue: deque[bytes | tuple[bytes, Fds]] = deque()
         self.packet: bytes | None = None  # encoded, not yet taken by the kernel
         self.fds: Fds = ()  # that go with it
-        self._count = 0  # messages in it
+        self._messages: list[bytes] = []  # what it was joined from
+        self._batch_bytes = BATCH_BYTES
 
     def __len__(self) -> int:
         """Messages that the kernel has not taken yet."""
-        return len(self.queue) + self._count
+        return len(self.queue) + len(self._messages)
 
     def next(self) -> bytes | None:
         """Return the packet to send now, the same one until :meth:`sent`; None if all is sent."""
@@ -55,7 +56,7 @@ class Outbox:
                     fds = entry[1]
                 break
             size += len(entry)
-            if messages and size > BATCH_BYTES:
+            if messages and size > self._batch_bytes:
                 break
             messages.append(entry)
             if len(messages) == BATCH_MESSAGES:
@@ -68,15 +69,28 @@ class Outbox:
             )
         for _ in messages:
             queue.popleft()
-        self.packet, self.fds, self._count = packet, fds, len(messages)
+        self.packet, self.fds, self._messages = packet, fds, messages
         return packet
 
     def sent(self) -> None:
         """Forget the packet that the kernel took, and close the descriptors that went with it."""
-        self.packet, self._count = None, 0
+        self.packet, self._messages = None, []
         if self.fds:
             close_all(self.fds)
             self.fds = ()
+
+    def split(self) -> bool:
+        """Join less from now on, for a socket buffer that cannot hold the packet; say if it helps.
+
+        Only a host that was given less than the usual 208 KiB per socket comes here.
+        """
+        messages = self._messages
+        if len(messages) < 2:
+            return False
+        self._batch_bytes = sum(map(len, messages)) // 2
+        self.queue.extendleft(reversed(messages))
+        self.packet, self._messages = None, []
+        return True
 
     def drop(self) -> None:
         """Forget everything and close the descriptors."""
