@@ -109,9 +109,19 @@ async def give_back(me: Me, count: int = -1) -> None:
 
 
 async def give_back_and_die(me: Me) -> None:
-    """Release everything, put it on the socket, and die before anybody can answer."""
-    await give_back(me)
+    """Release everything, each in a packet of its own, and die before anybody can answer."""
+    while me.batches:
+        await give_back(me, 1)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def give_back_and_close_socket(me: Me, count: int) -> None:
+    """Stand still, then release some, put that on the socket, and close it with more to read."""
+    me.block("before")
+    for _ in range(count):
+        me.batches.pop(0).release()
+        me.consumer._link.flush()
+    await close_socket(me)
 
 
 async def take_and_die(me: Me) -> None:

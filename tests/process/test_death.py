@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -266,15 +267,15 @@ async def test_last_words_count(peers: Peers) -> None:
     async with open_exporter("pool") as exporter:
         peer = peers.start()
         await peer.call(steps.connect, "pool", 0)
-        ack = await send(exporter, 1)
-        await peer.call(steps.take, 1)
+        acks = [await send(exporter, owner) for owner in range(4)]
+        await peer.call(steps.take, 4)
         # No await until the process is dead, so both its words and its end are there at once.
         dying = peer.begin(steps.give_back_and_die)
         while not peer.dead:
             pass
         dying.cancel()
         async with asyncio.timeout(PROMPTLY):
-            assert await ack == asyncvmm.Outcome(released=(0,))
+            assert [await ack for ack in acks] == [asyncvmm.Outcome(released=(0,))] * 4
 
 
 async def test_what_a_dead_competitor_had_not_taken_goes_to_another(peers: Peers) -> None:
@@ -328,7 +329,8 @@ async def test_what_a_killed_exporter_left_stays_readable_until_it_is_released(
 ) -> None:
     """Hold two batches and leave two unread, kill the exporter (field report 4).
 
-    Kills: a loss that unmaps under a view, and one that keeps the mapping for ever.
+    Kills: a loss that keeps the mapping for ever, and an error that is kept and raised again to
+    everybody, and so keeps the frames and the views of whoever caught it.
     """
     peer = peers.start()
     await peer.call(steps.open_exporter, "pool", 1)
@@ -337,10 +339,10 @@ async def test_what_a_killed_exporter_left_stays_readable_until_it_is_released(
         held = [await consumer.receive(), await consumer.receive()]
         view = held[0][0]["bytes"]
         await peer.killed()
-        for _ in range(2):
-            with pytest.raises(asyncvmm.PeerLostError) as caught:
-                async with asyncio.timeout(PROMPTLY):
-                    await consumer.receive()
+        with pytest.raises(asyncvmm.PeerLostError) as caught:
+            async with asyncio.timeout(PROMPTLY):
+                await consumer.receive()
+        await ask_with_a_view(consumer, held[1][0])
         assert caught.value.__notes__ == ["2 batches had been delivered and not received"]
         assert [wrong(batch[0]) for batch in held] == ["", ""]
         assert len(pool_mappings()) == 1
@@ -352,6 +354,14 @@ async def test_what_a_killed_exporter_left_stays_readable_until_it_is_released(
         await turns()
         assert pool_mappings() == []
     await take_the_name(peers, "pool")
+
+
+async def ask_with_a_view(consumer: asyncvmm.Consumer, owner: asyncvmm.Owner) -> None:
+    """Be told of the loss in a frame that has a view."""
+    view = owner["words"]
+    with suppress(asyncvmm.PeerLostError):
+        await consumer.receive()
+    assert view.numel() > 0
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 
 import asyncvmm
 from tests.process import steps
+from tests.process.counters import descriptors
 from tests.process.harness import Peers, turns, until
 from tests.process.patterns import features, note
 
@@ -218,19 +219,29 @@ async def test_a_rank_whose_socket_is_lost_can_be_taken_by_another_process(peers
 async def test_releases_that_were_on_their_way_count_after_the_socket_is_lost(
     peers: Peers,
 ) -> None:
-    """Kills: an end-of-file that is acted upon before what came ahead of it."""
+    """Close it with a batch unread, so that the kernel reports a reset ahead of the releases.
+
+    Kills: a reset that is acted upon before what came ahead of it was read.
+    """
     async with open_exporter(1) as exporter:
         peer = peers.start()
         await peer.call(steps.connect, "pool", 0)
         acks = [await send(exporter, owner) for owner in range(3)]
         await peer.call(steps.take, 3)
-        await peer.call(steps.give_back, 2)
-        await peer.call(steps.close_socket)
+        closing = peer.begin(steps.give_back_and_close_socket, 2)
+        await peer.at("before")
+        acks.append(await send(exporter, 3))
+        await turns()
+        sockets = descriptors(peer.pid)["socket"]
+        peer.go("before")
+        while descriptors(peer.pid)["socket"] == sockets:
+            pass  # no await, so that the releases and the reset are there at once
+        await closing
         async with asyncio.timeout(PROMPTLY):
             assert [(await ack).released for ack in acks[:2]] == [(0,), (0,)]
-        await until(lambda: exporter.statistics().slots.quarantined == 1)
+        await until(lambda: exporter.statistics().slots.quarantined == 2)
         await turns(20)
-        assert not acks[2].done()
+        assert not any(ack.done() for ack in acks[2:])
         await peer.killed()
         async with asyncio.timeout(PROMPTLY):
-            await acks[2]
+            assert [(await ack).lost for ack in acks[2:]] == [(0,), (0,)]
