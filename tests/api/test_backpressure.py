@@ -15,6 +15,7 @@ import asyncvmm
 from asyncvmm import Batch, TensorSpec, WouldBlock
 from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._backends.memfd import HostExporterRegion
+from asyncvmm._exporter.elastic import Elastic
 from asyncvmm._fds import OwnedFd
 from asyncvmm._tensors.host import HostPort
 from asyncvmm._types import SegmentInfo
@@ -169,14 +170,20 @@ async def test_first_come_first_served_and_no_large_one_is_starved() -> None:
             assert stats.free_bytes == (count + 1) * KIB
             assert (stats.waiting, done) == (4, [])
             check_no_sleeper(exporter)
+        # One that comes now would fit at once.
+        small.append(asyncio.create_task(send(1, "small 3")))
+        await passes(5)
+        with pytest.raises(WouldBlock, match="5 calls wait already"):
+            await exporter.send_nowait(chunk(1))
+        assert (check_books(exporter).waiting, done) == (5, [])
         batches[3].release()  # 0 to 4 are in one piece now: five chunks
         await asyncio.gather(large, small[0])
         assert done == ["large", "small 0"]
         for batch in batches:
             batch.release()
         await asyncio.gather(*small)
-        assert done == ["large", "small 0", "small 1", "small 2"]
-        for batch in await take(pair, 4):
+        assert done == ["large", "small 0", "small 1", "small 2", "small 3"]
+        for batch in await take(pair, 5):
             batch.release()
 
 
@@ -333,7 +340,9 @@ async def test_what_can_never_fit_is_refused_at_once(full: bool) -> None:
 # -- elastic pools -------------------------------------------------------------------------------
 
 
-async def test_the_pool_grows_when_somebody_would_wait_and_shrinks_when_it_is_idle() -> None:
+async def test_the_pool_grows_when_somebody_would_wait_and_shrinks_when_it_is_idle(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Up to max_pool_bytes, never beyond, and back to the first segment.
 
     Kills: growth without need, growth beyond the limit, an owner lost or damaged on the way, and
@@ -379,6 +388,41 @@ async def test_the_pool_grows_when_somebody_would_wait_and_shrinks_when_it_is_id
         await until(lambda: exporter.statistics().segments == 1)
         stats = check_all_back(exporter)
         assert (stats.pool_bytes, stats.physical_bytes) == (64 * KIB, 64 * KIB)
+    assert "cannot grow" not in caplog.text
+
+
+async def test_an_idle_segment_that_is_taken_at_the_last_moment_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A send comes between the look that finds a segment idle and its being given back.
+
+    Kills: a segment that is given back under the owner that was just put into it.
+    """
+    look = Elastic._look
+    acks: list[asyncvmm.Acknowledgement] = []
+
+    def look_and_send(elastic: Elastic) -> None:
+        look(elastic)
+        if elastic._busy is not None and not acks:
+            try:  # without giving the loop a turn
+                pair.exporter.send_nowait(chunk(128, 5)).send(None)
+            except StopIteration as sent:
+                acks.append(sent.value)
+
+    monkeypatch.setattr(Elastic, "_look", look_and_send)
+    async with open_pair(
+        pool_bytes=64 * KIB, max_pool_bytes=128 * KIB, shrink_after=0.0, slots=4
+    ) as pair:
+        await pair.exporter.send(chunk(128))
+        (await pair.consumer.receive()).release()
+        await until(lambda: bool(acks))
+        async with await pair.consumer.receive() as batch:
+            await passes(20)
+            assert check_books(pair.exporter).segments == 2
+            assert torch.equal(batch[0]["x"], chunk(128, 5)["x"])
+        await acks[0]
+        await until(lambda: pair.exporter.statistics().shrunk == 1)
+        assert check_all_back(pair.exporter).pool_bytes == 64 * KIB
 
 
 async def test_an_owner_may_lie_across_segments() -> None:
@@ -582,6 +626,31 @@ async def test_a_segment_that_is_given_back_while_a_consumer_comes_is_not_waited
         async with await consumer.receive() as batch:
             assert torch.equal(batch[0]["x"], chunk(128, 4)["x"])
         await consumer.aclose()
+
+
+async def test_a_new_segment_is_not_used_before_every_consumer_was_sent_it() -> None:
+    """The one who made the pool grow gives up; the next does not find the new room too early.
+
+    Kills: an owner delivered ahead of the segment that it lies in.
+    """
+    async with open_pair(port=GatedPort(), pool_bytes=64 * KIB, max_pool_bytes=128 * KIB) as pair:
+        exporter = pair.exporter
+        while Gated.begun.acquire(blocking=False):
+            pass
+        await exporter.send(chunk(64, 1))
+        Gated.gate.clear()
+        growing = asyncio.create_task(exporter.send(chunk(64, 2)))
+        await asyncio.to_thread(Gated.begun.acquire)
+        growing.cancel()
+        await passes(5)
+        assert check_books(exporter).waiting == 0
+        with pytest.raises(WouldBlock):
+            await exporter.send_nowait(chunk(64, 3))
+        Gated.gate.set()
+        await exporter.send(chunk(64, 4))
+        for number in (1, 4):
+            async with await pair.consumer.receive() as batch:
+                assert torch.equal(batch[0]["x"], chunk(64, number)["x"])
 
 
 def grown(exporter: asyncvmm.Exporter) -> bool:
