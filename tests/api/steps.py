@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import os
 import random
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 
 import asyncvmm
@@ -67,3 +72,66 @@ async def soak(me: Me, first: int, count: int) -> dict[str, Any]:
     for batch in held:
         batch.release()
     return vars(Counters.of())
+
+
+async def why_not_connected(me: Me, name: str, rank: int) -> list[str]:
+    """Try to connect; return the kind and the text of what was raised."""
+    try:
+        await asyncvmm.connect(name, device="cpu", rank=rank).__aenter__()
+    except asyncvmm.AsyncVMMError as error:
+        return [type(error).__name__, str(error)]
+    return ["nothing", ""]
+
+
+async def use_both_ends_in_a_fork(me: Me) -> dict[str, Any]:
+    """Open both ends, fork, use them in the child; return what each use raised there."""
+    exporter = await me.exits.enter_async_context(
+        asyncvmm.open_exporter("fork", device="cpu", pool_bytes="64KiB", slots=2)
+    )
+    consumer = await me.exits.enter_async_context(asyncvmm.connect("fork", device="cpu", rank=0))
+    spec = {"x": asyncvmm.TensorSpec((3,), "int8")}
+    early = exporter.reserve(spec)
+    loan = exporter.reserve(spec)
+    owner = await loan.__aenter__()
+    uses: dict[str, Callable[[], Any]] = {
+        "send": lambda: exporter.send({"x": torch.ones(3)}),
+        "send_nowait": lambda: exporter.send_nowait({"x": torch.ones(3)}),
+        "reserve": lambda: exporter.reserve(spec),
+        "enter": early.__aenter__,
+        "publish": owner.publish,
+        "drain": exporter.drain,
+        "wait_attached": lambda: exporter.wait_attached(1),
+        "receive": consumer.receive,
+        "receive_nowait": consumer.receive_nowait,
+    }
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        said = {}
+        texts = True
+        for name, use in uses.items():
+            try:
+                result = use()
+                if inspect.iscoroutine(result):
+                    result.send(None)
+                said[name] = "nothing"
+            except asyncvmm.ForkError as error:
+                said[name] = "ForkError"
+                texts &= error.used_in == os.getpid() and error.made_in == os.getppid()
+                texts &= str(error.made_in) in str(error) and "spawn" in str(error)
+            except BaseException as error:
+                said[name] = repr(error)
+        os.write(writer, msgspec.msgpack.encode({**said, "said": texts}))
+        os._exit(0)
+    os.close(writer)
+    _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+    found: dict[str, Any] = msgspec.msgpack.decode(os.read(reader, 10_000))
+    os.close(reader)
+    # The parent goes on as if nothing had been.
+    await loan.__aexit__(None, None, None)
+    ack = await exporter.send({"x": torch.ones(3)})
+    (await consumer.receive()).release()
+    await ack
+    assert exporter.statistics().slots.free == 2
+    await me.exits.aclose()
+    return {**found, "status": status}
