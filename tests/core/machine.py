@@ -23,8 +23,10 @@ from tests.core.pair import UNIT, Pair
 T = TypeVar("T")
 Spoken: TypeAlias = tuple[type[wire.FromConsumer], tuple[int, int]]
 MAX_SEGMENTS = 4
-SLOTS = st.integers(2, 6)
-WINDOWS = (1, 2, 1, 1, 2, 3)
+SLOTS = st.integers(2, 8)
+SIZES = (1, 1, 2, 2, 3, 6)
+COUNTS = (1, 1, 1, 2, 2, 3)
+WINDOWS = (3, 1, 2, 1, 2, 4)
 MOST_SIDES = 8
 """Consumers of one run; more would only slow it down."""
 
@@ -130,7 +132,7 @@ class Machine(RuleBasedStateMachine):
 
     def reserve(self, number: int, which: int) -> None:
         """A loan is refused only if no slot or no gap is there (field report 27)."""
-        nbytes = (1 + number % 6) * UNIT
+        nbytes = SIZES[number % 6] * UNIT
         gap = max(self.model.free_runs(MAX_SEGMENTS), default=0)
         fits = len(self.model.owners) < self.model.slots and gap >= nbytes
         assert self.pair.exporter.fits(nbytes) == fits
@@ -143,7 +145,7 @@ class Machine(RuleBasedStateMachine):
 
     def send(self, number: int, which: int) -> None:
         """Some loans are published as one batch, to all ranks or to some."""
-        owners = self.model.at(Stage.FILLING)[: 1 + which % 3]
+        owners = self.model.at(Stage.FILLING)[: COUNTS[which % 6]]
         if not owners:
             return
         to = self.narrow(number)

@@ -272,6 +272,21 @@ def _(patch: Patch) -> None:
     patch.setattr(Peer, "credit", property(lambda peer: 1))
 
 
+@mutant("credit is asked of the first consumer only", CompeteMachine)
+def _(patch: Patch) -> None:
+    def freest(route: Competitors) -> Peer | None:
+        found = None
+        for peer in route.peers.values():
+            fewest = peer.window if found is None else len(found.untaken)
+            if len(peer.untaken) < fewest and peer.state is PeerState.OPEN and not peer.told:
+                found = peer
+        if found is not None:
+            route.peers[found.id] = route.peers.pop(found.id)
+        return found
+
+    patch.setattr(Competitors, "freest", freest)
+
+
 @mutant("the busiest consumer gets the next batch", CompeteMachine)
 def _(patch: Patch) -> None:
     def busiest(route: Competitors) -> Peer | None:

@@ -174,6 +174,14 @@ def test_of_equals_the_one_that_has_waited_longest_gets_the_next() -> None:
     assert served == [*peers, *peers]
 
 
+def test_who_has_no_credit_gets_nothing_although_it_has_least() -> None:
+    """Kills a window that is forgotten as soon as another consumer has a larger one."""
+    route = Competitors()
+    large, small = competing(route, 0, window=3), competing(route, 1, window=1)
+    route.pending.extend(batch(number) for number in range(5))
+    assert [give(route) for _ in range(5)] == [large, small, large, large, None]
+
+
 @pytest.mark.parametrize("why", ["connecting", "closing", "no credit", "told goodbye"])
 def test_who_may_not_get_a_batch_gets_none(why: str) -> None:
     """Kills a batch that is handed to somebody who will not read it."""

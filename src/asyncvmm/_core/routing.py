@@ -176,8 +176,12 @@ class Competitors:
         """
         freest = None
         for peer in self.peers.values():
-            fewest = peer.window if freest is None else len(freest.untaken)
-            if len(peer.untaken) < fewest and peer.state is PeerState.OPEN and not peer.told:
+            if (
+                peer.credit > 0
+                and (freest is None or len(peer.untaken) < len(freest.untaken))
+                and peer.state is PeerState.OPEN
+                and not peer.told
+            ):
                 freest = peer
         if freest is not None:
             self.peers[freest.id] = self.peers.pop(freest.id)
