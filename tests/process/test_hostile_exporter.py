@@ -367,6 +367,7 @@ async def test_a_message_that_cannot_be_right_ends_the_stream(fake: RawExporter,
         # Behind a goodbye nobody looks for errors: the stream has ended either way.
         kinds = [asyncvmm.RemoteProtocolError, *[asyncvmm.EndOfStream] * ("goodbye" in name)]
         await fails(asyncio.ensure_future(receive()), *kinds)
+        assert "goodbye" not in name or consumer.statistics().delivered == 0
         await consumer.aclose()
         await end.rest()
 

@@ -88,8 +88,8 @@ async def test_three_descriptors_are_enough_for_a_pool_of_any_number_of_segments
 async def test_an_exporter_at_its_limit_lets_consumers_wait(peers: Peers, left: int) -> None:
     """Those who are attached go on; a newcomer waits, or is told, and comes in later.
 
-    With none left it cannot accept, with one it cannot watch over the newcomer's life.  Kills: a
-    loop that spins on a backlog it cannot accept from, one line for each try.
+    With none left it cannot accept, with one it cannot watch over the newcomer's life.  Kills: an
+    exporter that never accepts again, and one whose loop stands still meanwhile.
     """
     host = peers.start()
     await host.call(steps.open_exporter, "pool", 2)
