@@ -350,19 +350,6 @@ def _(patch: Patch) -> None:
     patch.setattr(Competitors, "put_back", twice)
 
 
-@mutant("an untaken batch is known by its first slot", CompeteMachine)
-def _(patch: Patch) -> None:
-    def taken(core: ExporterCore, peer: Peer, record: Record) -> None:
-        assert record.batch is not None
-        slot = record.batch.records[0].slot
-        for number, batch in list(peer.untaken.items()):
-            if batch.records[0].slot == slot:
-                del peer.untaken[number]
-                core._assign()
-
-    patch.setattr(ExporterCore, "_taken", taken)
-
-
 @mutant("a slot stays quarantined when its batch goes to another", CompeteMachine)
 def _(patch: Patch) -> None:
     review = Holdings._review
