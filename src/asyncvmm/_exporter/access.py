@@ -22,6 +22,11 @@ class Access:
         self.gids = frozenset(_numbers(gids, "allow_gids"))
         self.secret = check_secret(secret)
 
+    @property
+    def shared(self) -> bool:
+        """Whether anybody but this user may connect."""
+        return len(self.uids) > 1 or bool(self.gids)
+
     def allows(self, uid: int, gid: int) -> bool:
         """Say whether a process of this user and group may connect."""
         return uid in self.uids or gid in self.gids

@@ -31,6 +31,10 @@ GREETING_SECONDS = 10.0
 """How long a connection may take to say hello.  It holds nothing until then, so this only bounds
 how many idle sockets a stranger can keep here."""
 
+MOST_GREETING = 64
+"""Connections without a hello at once; of more the oldest is dropped.  An honest one is greeted in
+the loop turn after it came, so only who keeps quiet can be among them for long."""
+
 DYING_SECONDS = 1.0
 """How long a consumer may live without its socket before that is worth a word: the kernel closes
 a dying process's sockets before it tells of the death.  Its owners are quarantined at once."""
@@ -61,7 +65,7 @@ class Connections:
         self._gone = gone  # of a peer that comes no more: its id, and whether its process died
         self._open_release = open_release
         self._loop = asyncio.get_running_loop()
-        self._greeting: set[Connection] = set()
+        self._greeting: dict[Connection, None] = {}  # oldest first
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed: list[asyncio.Future[None]] = []
         self._closed = False
@@ -89,7 +93,9 @@ class Connections:
             on_packet=lambda packet, fds: self._on_packet(conn, packet),
             on_end=lambda error: self._on_end(conn, error),
         )
-        self._greeting.add(conn)
+        while len(self._greeting) >= MOST_GREETING:
+            self._drop(next(iter(self._greeting)))
+        self._greeting[conn] = None
         conn.link.start()
         if self.handshake.check_user(conn):
             conn.deadline = self._loop.call_later(GREETING_SECONDS, self._drop, conn)
@@ -123,7 +129,7 @@ class Connections:
     def _admit(self, conn: Connection) -> None:
         """It has a seat; from now on the end of its process must be seen."""
         conn.stop_deadline()
-        self._greeting.discard(conn)
+        self._greeting.pop(conn, None)
         assert conn.peer is not None
         self.open[conn.peer.id] = conn
         if conn.identity.pidfd is not None:
@@ -150,7 +156,7 @@ class Connections:
             # Text, for whoever keeps a log record would keep the link and its memory with it.
             logger.warning("dropped the link to %s: %s", repr(conn), str(error))
         conn.stop_deadline()
-        self._greeting.discard(conn)
+        self._greeting.pop(conn, None)
         peer = conn.peer
         if peer is None:
             self._forget(conn)
@@ -197,12 +203,12 @@ class Connections:
         self.changed()
 
     def _drop(self, conn: Connection) -> None:
-        logger.info("a connection (pid %s) said no hello in time", conn.identity.pid)
+        logger.info("a connection (pid %s) kept quiet for too long", conn.identity.pid)
         conn.link.abort()
         self._forget(conn)
 
     def _forget(self, conn: Connection) -> None:
-        self._greeting.discard(conn)
+        self._greeting.pop(conn, None)
         if conn.peer is not None:
             self.open.pop(conn.peer.id, None)
         conn.close()

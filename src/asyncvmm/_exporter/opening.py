@@ -47,9 +47,10 @@ class open_exporter:
 
     ``route`` is ``Broadcast(n)`` (default: one rank) or ``Compete()``.  ``writable=True`` lets
     consumers that ask for the same write into the pool.  ``debug=True`` poisons freed chunks.
-    Processes of the same user may connect; ``allow_uids`` and ``allow_gids`` widen that, and
-    ``secret`` narrows it to those who know it.  ``handle_type`` is how GPU memory is shared:
-    "fabric", "posix", or "auto", which tries them in that order.
+    Processes of the same user may connect; ``allow_uids`` and ``allow_gids`` widen that (under a
+    path or an abstract name: the folder of bare names is this user's alone), and ``secret``
+    narrows it to those who know it.  ``handle_type`` is how GPU memory is shared: "fabric",
+    "posix", or "auto", which tries them in that order.
 
     Leaving the block takes no new owners, waits up to ``close_timeout`` seconds for those that
     are out (then warns with OwnersOutstandingWarning), and tells the consumers that the stream
@@ -135,7 +136,9 @@ class open_exporter:
             region = await made_in_thread(create, lambda region: region.close())
             undo.push_async_callback(asyncio.to_thread, region.close)
             address = await asyncio.to_thread(resolve, self._name)
-            listener = await made_in_thread(partial(Listener.bind, address), Listener.close)
+            listener = await made_in_thread(
+                partial(Listener.bind, address, shared=self._access.shared), Listener.close
+            )
             undo.callback(listener.close)
             core = ExporterCore(slots=self._slots, route=self._route)
             connections = Connections(

@@ -54,9 +54,10 @@ def new_socket() -> socket.socket:
     return close_after_fork(sock)
 
 
-def bind(address: Address) -> tuple[socket.socket, Node | None]:
+def bind(address: Address, *, shared: bool = False) -> tuple[socket.socket, Node | None]:
     """Take the name; return the listening socket, and its node unless the name is abstract.
 
+    Others than this user may open the node only if it is ``shared``.
     Raises NameInUseError if a live exporter has the name, AccessDeniedError if another user
     has it or the folder, ArgumentError if the folder is not there or no socket is in the way.
     """
@@ -67,7 +68,7 @@ def bind(address: Address) -> tuple[socket.socket, Node | None]:
             return sock, None
         with _folder_locked(address):
             _clear_the_way(address)
-            return sock, _bind_node(sock, address)
+            return sock, _bind_node(sock, address, 0o666 if shared else 0o600)
     except OSError as error:
         sock.close()
         raise _translated(error, address) from error
@@ -97,13 +98,17 @@ def _bind_abstract(sock: socket.socket, address: Address) -> None:
     sock.listen(_BACKLOG)
 
 
-def _bind_node(sock: socket.socket, address: Address) -> Node:
-    # On the socket, before there is a node: the node is never open to others, not for a moment.
-    os.fchmod(sock.fileno(), 0o600)
+def _bind_node(sock: socket.socket, address: Address, mode: int) -> Node:
+    # On the socket, before there is a node: it is never open to more than it should be.
+    os.fchmod(sock.fileno(), mode)
     sock.bind(address.sockaddr)
-    found = os.lstat(address.sockaddr)
-    if stat.S_IMODE(found.st_mode) != 0o600:  # an umask took our own rights away
-        os.chmod(address.sockaddr, 0o600)
+    # Held by a descriptor, because in a shared folder the path may be turned elsewhere meanwhile.
+    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+    with OwnedFd(os.open(address.sockaddr, flags)) as node:
+        found = os.fstat(node.fileno())
+        ours = stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
+        if ours and stat.S_IMODE(found.st_mode) != mode:  # an umask took rights away
+            os.chmod(f"/proc/self/fd/{node.fileno()}", mode)
     sock.listen(_BACKLOG)
     return found.st_dev, found.st_ino
 

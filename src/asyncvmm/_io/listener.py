@@ -51,13 +51,14 @@ class Listener:
         self._warned = False
 
     @classmethod
-    def bind(cls, address: Address) -> Self:
+    def bind(cls, address: Address, *, shared: bool = False) -> Self:
         """Take the name and listen.  Blocking: call it in a worker thread.
 
+        Others than this user can reach a node only if it is ``shared``.
         Raises NameInUseError if a live exporter has the name, AccessDeniedError if another user
         has it or its folder, ArgumentError if the folder is not there or no socket is in the way.
         """
-        sock, node = bind(address)
+        sock, node = bind(address, shared=shared)
         return cls(sock, address, node)
 
     def start(
