@@ -377,6 +377,11 @@ async def become(me: Me, uid: int, gid: int) -> None:
     os.setuid(uid)
 
 
+async def set_umask(me: Me, mask: int) -> None:
+    """Have files made with fewer rights."""
+    os.umask(mask)
+
+
 async def confine(me: Me, uid: int, gid: int) -> None:
     """Be another user without a capability, whom nobody may trace."""
     await become(me, uid, gid)

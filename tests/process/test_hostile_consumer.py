@@ -197,6 +197,24 @@ async def test_who_says_nothing_is_hung_up_on(
     await victim.unharmed()
 
 
+async def test_those_who_say_nothing_are_few_at_once(victim: Victim) -> None:
+    """Three hundred connections that say nothing; an honest one comes in behind them.
+
+    Kills: quiet connections that are kept without a bound, and a bound that shuts others out.
+    """
+    quiet = []
+    for _ in range(300):
+        quiet.append(RawConsumer.to(victim.address))
+        await turns()  # the backlog holds fewer
+    await until(lambda: len(victim.exporter._connections._greeting) == connections.MOST_GREETING)
+    most = connections.MOST_GREETING * 2 + len(quiet) + 10  # a socket and a pidfd, and our own ends
+    assert sum((Counters.of().descriptors - victim.descriptors).values()) <= most
+    (await victim.attacker()).close()
+    for raw in quiet:
+        raw.close()
+    await victim.unharmed()
+
+
 HALF_WAY: dict[str, list[bytes]] = {
     "a release": [packet(wire.Release(0, 1))],
     "another hello": [HELLO],

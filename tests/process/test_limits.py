@@ -183,21 +183,37 @@ async def test_another_user_is_refused_and_costs_nothing(
 
 
 @needs_root
-async def test_another_user_comes_in_where_it_is_allowed(peers: Peers) -> None:
-    """By number or by group, and then no other user does (field report 54)."""
-    name = f"@asyncvmm-test-{os.getpid()}"
+@pytest.mark.parametrize("kind", ["path", "abstract"])
+async def test_another_user_comes_in_where_it_is_allowed(
+    peers: Peers, folder: Path, kind: str
+) -> None:
+    """By number or by group, under any umask, and then no other user does (field report 54).
+
+    Kills: a node that the allowed users cannot open, and one that lets in whoever can open it.
+    """
+    name = shared_name(kind, folder)
     access: dict[str, Any] = {"allow_uids": [NOBODY - 1], "allow_gids": [NOBODY - 2]}
-    async with asyncvmm.open_exporter(name, device="cpu", pool_bytes="64KiB", **access) as exporter:
-        for uid, gid in ((NOBODY - 1, NOBODY), (NOBODY, NOBODY - 2)):
-            friend = peers.start()
-            await friend.call(steps.become, uid, gid)
-            await friend.call(steps.connect, name, 0)
-            await flows(exporter, friend)
-            await friend.call(steps.leave)
-        stranger = peers.start()
-        await stranger.call(steps.become, NOBODY, NOBODY)
-        with pytest.raises(Raised, match="AccessDeniedError"):
-            await stranger.call(steps.connect, name, 0)
+    host = peers.start()
+    await host.call(steps.set_umask, 0o077)
+    await host.call(steps.open_exporter, name, 1, access)
+    for owner, (uid, gid) in enumerate(((NOBODY - 1, NOBODY), (NOBODY, NOBODY - 2))):
+        friend = peers.start()
+        await friend.call(steps.become, uid, gid)
+        await friend.call(steps.connect, name, 0)
+        sending = host.begin(steps.send, [owner], 0, 1000, True)
+        assert await friend.call(steps.take, 1) == [owner]
+        await friend.call(steps.give_back)
+        await sending
+        await friend.call(steps.leave)
+    stranger = peers.start()
+    await stranger.call(steps.become, NOBODY, NOBODY)
+    with pytest.raises(Raised) as caught:
+        await stranger.call(steps.connect, name, 0)
+    assert (caught.value.kind, caught.value.facts["uid"]) == ("AccessDeniedError", NOBODY)
+    assert await host.call(steps.consumers) == []
+    await host.call(steps.leave)
+    shared = folder / "shared"
+    assert kind == "abstract" or os.listdir(shared) == []
 
 
 @needs_root
