@@ -317,6 +317,38 @@ async def test_what_is_not_its_own_to_release_stays_as_it_is(victim: Victim) -> 
     await victim.unharmed()
 
 
+async def test_a_batch_that_is_taken_twice_gives_one_credit(folder: Path) -> None:
+    """Under Compete, with a window of one; also take what is not there, and release untaken.
+
+    Kills: credit that is counted up by messages instead of by batches.
+    """
+    address = str(folder / "pool")
+    options: dict[str, Any] = {"pool_bytes": "64KiB", "route": asyncvmm.Compete()}
+    async with asyncvmm.open_exporter(address, device="cpu", **options) as exporter:
+        with RawConsumer.to(address) as raw:
+            await raw.hello(name="greedy", window=1)
+            await raw.attach()
+            for owner in range(4):
+                data = features(owner, 0, 100)
+                await exporter.send(data, metadata=note(owner, 0, 100), require="none")
+            (first,) = await raw.batch()
+            take = wire.Take(first.slot, first.generation)
+            await raw.say(take, take, wire.Take(first.slot, first.generation + 1), take)
+            (second,) = await raw.batch()
+            await raw.say(*[wire.Release(second.slot, second.generation)] * 2)  # that is taking it
+            (third,) = await raw.batch()
+            await turns(20)
+            (greedy,) = exporter.statistics().consumers
+            assert (greedy.holding, greedy.untaken, greedy.stale) == (2, 1, 2)
+            with pytest.raises(BlockingIOError):
+                raw.sock.recv(1)
+            for frame in (first, third):
+                await raw.say(wire.Release(frame.slot, frame.generation))
+            (fourth,) = await raw.batch()
+            await raw.say(wire.Release(fourth.slot, fourth.generation))
+            await exporter.drain()
+
+
 async def test_what_a_dropped_attacker_holds_is_quarantined_and_nothing_else(
     victim: Victim,
 ) -> None:
