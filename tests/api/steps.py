@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 import asyncvmm
+from tests.api.syscalls import SystemCalls
 from tests.process.counters import Counters
 from tests.process.puppet import Me
 
@@ -41,6 +42,11 @@ _sizes = [
 def size_of(owner: int) -> int:
     """Return the bytes of an owner: mostly small, a few large, sometimes none."""
     return _sizes[owner % 4099]
+
+
+async def begin(me: Me) -> None:
+    """Return once the loop has opened what it opens for itself, also for its first thread."""
+    await asyncio.to_thread(int)
 
 
 async def write_into_a_view(me: Me) -> None:
@@ -135,3 +141,16 @@ async def use_both_ends_in_a_fork(me: Me) -> dict[str, Any]:
     assert exporter.statistics().slots.free == 2
     await me.exits.aclose()
     return {**found, "status": status}
+
+
+async def count_system_calls(me: Me, count: int) -> dict[str, dict[str, int]]:
+    """Receive, view and release that many batches; return the system calls that this took."""
+    me.tell("counting")
+    with SystemCalls(me.consumer._link._sock) as calls:
+        for _ in range(count):
+            with await me.consumer.receive() as batch:
+                for name in batch[0]:
+                    batch[0][name].data_ptr()
+        await asyncio.sleep(0)  # the last release leaves in the next turn
+        await asyncio.sleep(0)
+    return {"sockets": calls.sockets, "polls": calls.polls, "others": calls.others}
