@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -16,6 +18,7 @@ import torch
 
 import asyncvmm
 from asyncvmm import Broadcast, Compete, Consumer, EndOfStream, Exporter, Group, Outcome
+from asyncvmm._exporter.connections import Connections
 from asyncvmm.testing import open_pair
 from tests.api.books import check_all_back, check_books, passes, until
 
@@ -180,6 +183,27 @@ async def test_those_who_wait_for_an_exporter_are_told_when_it_closes() -> None:
                 await task
 
 
+async def test_a_handshake_may_end_before_it_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exporter hangs up in the turn in which a hello came.
+
+    Kills: a coroutine that nobody ever awaits, of which Python warns.
+    """
+    spawn = Connections._spawn
+
+    def spawn_and_hang_up(connections: Connections, *work: Any) -> None:
+        spawn(connections, *work)
+        connections.abort()
+
+    async with open_exporter("@early") as exporter:
+        monkeypatch.setattr(Connections, "_spawn", spawn_and_hang_up)
+        with pytest.raises(asyncvmm.PeerLostError):
+            await connect("@early", 0).__aenter__()
+        await passes(3)
+        monkeypatch.undo()
+        gc.collect()
+        assert exporter.statistics().slots.free
+
+
 # -- latecomers ----------------------------------------------------------------------------------
 
 
@@ -313,20 +337,20 @@ async def test_credit_bounds_what_a_competitor_has_not_taken(prefetch: int) -> N
 
 
 async def test_what_a_leaving_competitor_has_not_taken_goes_to_another() -> None:
-    """The oldest first; what it has taken is its own.
+    """The oldest first, also before what nobody had yet; what it has taken is its own.
 
-    Kills: a batch lost with the competitor it was prefetched to, or done twice.
+    Kills: a batch lost with the competitor it was prefetched to, done twice, or put back behind
+    later ones.
     """
     async with open_exporter("@hand", 0) as exporter:
-        acks = [await exporter.send(ONE, key=number) for number in range(4)]
-        first = await connect("@hand", prefetch=3).__aenter__()
-        taken = await first.receive()
-        await until(lambda: first.statistics().unread == 3)
+        acks = [await exporter.send(ONE, key=number) for number in range(6)]
+        async with connect("@hand", prefetch=3) as first:
+            taken = await first.receive()
+            await until(lambda: first.statistics().unread == 3)
+        with pytest.raises(asyncvmm.ReleasedError):
+            taken[0]["x"]
         async with connect("@hand", prefetch=8) as second:
-            leaving = asyncio.create_task(first.aclose())
-            assert await keys_of(second, 3) == [1, 2, 3]
-            await leaving
-            taken.release()
+            assert await keys_of(second, 5) == [1, 2, 3, 4, 5]
             for ack in acks[1:]:
                 assert (await ack).released == ("consumer-2",)
             assert acks[0].outcome is not None
