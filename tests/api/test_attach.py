@@ -194,12 +194,11 @@ async def test_a_handshake_may_end_before_it_has_begun(monkeypatch: pytest.Monke
         spawn(connections, *work)
         connections.abort()
 
+    monkeypatch.setattr(Connections, "_spawn", spawn_and_hang_up)
     async with open_exporter("@early") as exporter:
-        monkeypatch.setattr(Connections, "_spawn", spawn_and_hang_up)
         with pytest.raises(asyncvmm.PeerLostError):
             await connect("@early", 0).__aenter__()
         await passes(3)
-        monkeypatch.undo()
         gc.collect()
         assert exporter.statistics().slots.free
 
