@@ -230,13 +230,12 @@ class Pair:
         packets: dict[int, list[bytes]] = {}
         for peer_id, message in core.outgoing:
             packets.setdefault(peer_id, []).append(message)
+            (decoded,) = wire.decode_from_exporter(wire.frame([message]))
+            self.sent.append((peer_id, decoded))
         core.outgoing.clear()
         for peer_id, messages in packets.items():
-            packet = wire.frame(messages)
-            self.sent += [(peer_id, message) for message in wire.decode_from_exporter(packet)]
-            end = self.ends[peer_id]
-            if end.linked:
-                end.down.append(packet)
+            if self.ends[peer_id].linked:
+                self.ends[peer_id].down.append(wire.frame(messages))
         self.fences += core.draining
         core.draining.clear()
         for end in self.ends.values():

@@ -350,6 +350,19 @@ def _(patch: Patch) -> None:
     patch.setattr(Competitors, "put_back", twice)
 
 
+@mutant("an untaken batch is known by its first slot", CompeteMachine)
+def _(patch: Patch) -> None:
+    def taken(core: ExporterCore, peer: Peer, record: Record) -> None:
+        assert record.batch is not None
+        slot = record.batch.records[0].slot
+        for number, batch in list(peer.untaken.items()):
+            if batch.records[0].slot == slot:
+                del peer.untaken[number]
+                core._assign()
+
+    patch.setattr(ExporterCore, "_taken", taken)
+
+
 @mutant("a slot stays quarantined when its batch goes to another", CompeteMachine)
 def _(patch: Patch) -> None:
     review = Holdings._review
@@ -525,7 +538,7 @@ def _(patch: Patch) -> None:
 
 
 FIXED = settings(
-    max_examples=300,
+    max_examples=1500,  # of which few are needed
     stateful_step_count=60,
     derandomize=True,
     database=None,
