@@ -108,6 +108,8 @@ async def fuzz_exporter(peers: Peers, folder: Path, seconds: float, seed: int) -
     result.ends = {"fed": fed[0], "served": served, "fed to attackers": fed[1]}
     if served != fed[0]:
         result.problems.append(f"{fed[0]} owners were sent to the honest one and {served} came")
+    for peer in (victim, honest, last):
+        await peers.end(peer)
     return result
 
 
@@ -133,6 +135,7 @@ async def fuzz_consumer(peers: Peers, folder: Path, seconds: float, seed: int) -
     watch.finish()
     if victim.counters().mappings:
         result.problems.append(f"{victim.counters().mappings} parts of pools are still mapped")
+    await peers.end(victim)
     return result
 
 
