@@ -32,7 +32,7 @@ gpu: $(STAMP)  ## Run the tests that need a CUDA device.
 	@$(BIN)/pytest -m gpu $(ARGS)
 
 soak: $(STAMP)  ## Stream, kill, cancel and fuzz for some minutes: ARGS="--minutes 5 --report OUT.json".
-	@$(BIN)/python -m tests.process.soak $(ARGS)
+	@$(BIN)/python -m tests.soak $(ARGS)
 
 fuzz: $(STAMP)  ## Send rubbish to both ends for as long as asked (ARGS=--help says how).
 	@$(BIN)/python -m tests.process.fuzz $(ARGS)

@@ -31,6 +31,10 @@ MOST_GROWTH = 16 << 20
 """Bytes that a victim's memory may grow by after the first rounds."""
 
 
+FOREVER = 1e6
+"""Seconds that a victim may serve: until it is told to stop."""
+
+
 @dataclass
 class Result:
     """What came of fuzz in one direction."""
@@ -74,18 +78,20 @@ class Watch:
         self.result.problems += [line for line in lines if any(each in line for each in bad)][:5]
 
 
-async def fuzz_exporter(peers: Peers, folder: Path, seconds: float, seed: int) -> Result:
-    """Attack an exporter for so long."""
+async def fuzz_exporter(
+    peers: Peers, folder: Path, seconds: float, seed: int, packets: int = 0
+) -> Result:
+    """Attack an exporter for so long, and with so many packets."""
     result, chance, began = Result(), random.Random(seed), time.monotonic()
     address = str(folder / "victim")
     victim, honest = peers.start(), peers.start()
     watch = Watch(victim, result)
     await victim.call(steps.open_exporter, address, 2)
     await honest.call(steps.connect, address, 0)
-    feeds = [victim.begin_long(seconds + 60, steps.feed, rank) for rank in range(2)]
-    serving = honest.begin_long(seconds + 60, steps.serve)
+    feeds = [victim.begin_long(FOREVER, steps.feed, rank) for rank in range(2)]
+    serving = honest.begin_long(FOREVER, steps.serve)
     number = 0
-    while time.monotonic() - began < seconds or number < 4:
+    while time.monotonic() - began < seconds or result.packets < packets or number < 4:
         attacker = peers.start()
         result.packets += await attacker.call(
             steps.attack, address, chance.randrange(1 << 30), CONNECTIONS
@@ -113,13 +119,15 @@ async def fuzz_exporter(peers: Peers, folder: Path, seconds: float, seed: int) -
     return result
 
 
-async def fuzz_consumer(peers: Peers, folder: Path, seconds: float, seed: int) -> Result:
-    """Attack a consumer for so long."""
+async def fuzz_consumer(
+    peers: Peers, folder: Path, seconds: float, seed: int, packets: int = 0
+) -> Result:
+    """Attack a consumer for so long, and with so many packets."""
     result, chance, began = Result(), random.Random(seed), time.monotonic()
     victim = peers.start()
     watch = Watch(victim, result)
     number = 0
-    while time.monotonic() - began < seconds or number < 4:
+    while time.monotonic() - began < seconds or result.packets < packets or number < 4:
         attacker = peers.start()
         address = str(folder / f"liar-{number}")
         posing = attacker.begin(steps.pose, address, chance.randrange(1 << 30), CONNECTIONS)

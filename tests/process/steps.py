@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import random
 import resource
 import signal
 import socket
+import sys
 import time
 from typing import Any
 
@@ -271,13 +273,24 @@ async def send_without_waiting(
 WILD = [cancel_a_send, reserve_and_publish, send_without_waiting]
 
 
-async def finish(me: Me) -> list[int]:
-    """Stop producing, wait until everything is back; return the slots: in total, and free."""
+async def finish(me: Me) -> dict[str, int]:
+    """Stop producing, wait until everything is back; return what is free, and what it did."""
     me.kept["stop"].set()
     await me.kept["stopped"].wait()
     await me.exporter.drain()
-    slots = me.exporter.statistics().slots
-    return [slots.total, slots.free]
+    found = me.exporter.statistics()
+    return {
+        "slots": found.slots.total,
+        "free slots": found.slots.free,
+        "bytes": found.pool_bytes,
+        "free bytes": found.free_bytes,
+        "owners": found.published,
+        "refused": found.refused,
+        "lost": found.lost,
+        "waits": found.waits,
+        "grown": found.grown,
+        "shrunk": found.shrunk,
+    }
 
 
 async def consume(me: Me, generation: int, seed: int) -> str:
@@ -525,6 +538,25 @@ async def stream(me: Me, count: int) -> list[float]:
     await me.exporter.drain()
     await asyncio.gather(*timing)
     return took
+
+
+async def stream_alone(me: Me, count: int) -> list[float]:
+    """Send so many, each once the one before is back; return how long each took, in seconds."""
+    data = me.kept.setdefault("data", _small())
+    number: int = me.kept.get("number", 0)
+    took: list[float] = []
+    for at in range(number, number + count):
+        began = time.perf_counter()
+        await (await me.exporter.send(data[at % SMALL], key=at))
+        took.append(time.perf_counter() - began)
+    me.kept["number"] = number + count
+    return took
+
+
+async def blocks(me: Me) -> int:
+    """Return how many blocks of memory the interpreter has in use, garbage not counted."""
+    gc.collect()
+    return sys.getallocatedblocks()
 
 
 async def read_stream(me: Me) -> int:
