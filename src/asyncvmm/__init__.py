@@ -33,6 +33,8 @@ from asyncvmm._errors import RemoteProtocolError as RemoteProtocolError
 from asyncvmm._errors import VersionMismatchError as VersionMismatchError
 from asyncvmm._errors import WouldBlock as WouldBlock
 from asyncvmm._exporter.acknowledgement import Acknowledgement as Acknowledgement
+from asyncvmm._exporter.explaining import Explanation as Explanation
+from asyncvmm._exporter.explaining import Obstacle as Obstacle
 from asyncvmm._exporter.exporter import Exporter as Exporter
 from asyncvmm._exporter.opening import open_exporter as open_exporter
 from asyncvmm._exporter.reservation import Reservation as Reservation
@@ -65,6 +67,7 @@ __all__ = [
     "DeliveryError",
     "DescriptorLimitError",
     "EndOfStream",
+    "Explanation",
     "Exporter",
     "ExporterNotFoundError",
     "ForkError",
@@ -73,6 +76,7 @@ __all__ = [
     "InvalidTensorError",
     "LocalProtocolError",
     "NameInUseError",
+    "Obstacle",
     "Outcome",
     "Owner",
     "OwnerStatistics",

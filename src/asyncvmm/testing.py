@@ -132,12 +132,15 @@ class HandDrivenExporterRegion(HostExporterRegion):
         self._ready[slot] = self.gpu.record("ready", slot, (stream,))
 
     def ready_handle(self, slot: int) -> bytes:
-        """Return something that names the event."""
+        """Return something that names the event; one that was never recorded is done."""
+        if slot not in self._ready:
+            self._ready[slot] = HandDrivenFence("ready", slot, ())
+            self._ready[slot].finish()
         return b"ready %d" % slot
 
     def ready_fence(self, slot: int) -> Fence | None:
         """Return the slot's last ready event."""
-        return self._ready[slot]
+        return self._ready.get(slot)
 
     def open_release(self, peer: int, slot: int, handle: bytes) -> None:
         """Take the name of a consumer's event; it comes once."""

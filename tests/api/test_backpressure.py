@@ -134,7 +134,8 @@ async def test_a_filling_owner_shows_as_filling() -> None:
     async with open_pair() as pair:
         async with pair.exporter.reserve({"x": TensorSpec((5,), "int8")}) as owner:
             (shown,) = check_books(pair.exporter).owners
-            assert (shown.state, shown.age, shown.held_by) == ("filling", 0.0, ())
+            assert (shown.state, shown.held_by) == ("filling", ())
+            assert shown.age > 0
             owner.publish()
         assert check_books(pair.exporter).owners[0].state == "held"
 

@@ -73,7 +73,7 @@ class Record:
         self.refused: tuple[tuple[Key, str], ...] = ()
         self.lost: tuple[Key, ...] = ()
         self.acknowledgement: object = None  # belongs to the shell
-        self.stamp = 0.0  # the shell's clock at publication
+        self.stamp = 0.0  # the shell's clock at publication; at the loan's begin before that
 
     @property
     def published(self) -> bool:

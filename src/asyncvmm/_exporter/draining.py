@@ -145,6 +145,10 @@ class Draining:
             logger.warning("fences are left to the watcher: %s", error)
             return [False] * len(fences)
 
+    def pending(self, record: Record) -> set[int]:
+        """Return the peers whose fences a draining record waits for; READY stands for ours."""
+        return {peer for peer, _ in self._open.get(record, ())}
+
     def _late_fence(self, peer: int, slot: int) -> Fence | None:
         late = self._late.get((peer, slot))
         if late is not None and late.made:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
+from asyncvmm._exporter.explaining import Explanation, explain
 from asyncvmm._exporter.lending import Lending, To
 from asyncvmm._exporter.reporting import report
 from asyncvmm._exporter.reservation import Reservation
@@ -107,6 +108,15 @@ class Exporter(Lending):
     def statistics(self) -> PoolStatistics:
         """Return what the pool, its owners and its consumers look like now."""
         return report(self)
+
+    def explain(self) -> Explanation:
+        """Return why the next owner would have to wait: what lacks, who keeps it, since when.
+
+        ``str()`` of it is one line that also says what would free it.  A call that has waited for
+        ``explain_after`` seconds has the same line logged, once per cause, by the logger
+        ``asyncvmm.exporter``.
+        """
+        return explain(self)
 
     async def drain(self) -> None:
         """Wait until nothing is out: every published owner's memory is back."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Iterable
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from asyncvmm._exporter.connections import Connections
 from asyncvmm._exporter.copier import Copier
 from asyncvmm._exporter.draining import Draining
 from asyncvmm._exporter.elastic import Elastic
+from asyncvmm._exporter.explaining import Telling, explain
 from asyncvmm._exporter.reporting import Counters
 from asyncvmm._exporter.reservation import Terms, pack_metadata
 from asyncvmm._exporter.room import Room
@@ -53,6 +55,7 @@ class Lending:
         connections: Connections,
         *,
         debug: bool,
+        explain_after: float,
     ) -> None:
         self.name = name
         self._port = port
@@ -61,7 +64,12 @@ class Lending:
         self._connections = connections
         self._debug = debug
         self._elastic: Elastic
-        self._room = Room(core.fits, lambda nbytes: self._elastic.want(nbytes))
+        self._room = Room(
+            core.fits,
+            lambda nbytes: self._elastic.want(nbytes),
+            Telling(name, partial(explain, self)).tell,
+            explain_after,
+        )
         self._draining = Draining(region, self._freed, core.fence_failed)
         self._copier = Copier(port, self._draining)
         self._next_key = 0
@@ -145,6 +153,7 @@ class Lending:
 
     async def _fill_elsewhere(self, record: Record, plan: Plan, terms: Terms) -> Acknowledgement:
         stream = self._port.current_stream()
+        record.stamp = monotonic()
         try:
             self._prepare(record)
             await self._copier.copy(record.slot, self._address + record.start, plan, stream)
@@ -196,6 +205,7 @@ class Lending:
         self._pump()
 
     def _writable(self, record: Record, nbytes: int) -> object:
+        record.stamp = monotonic()
         self._prepare(record)
         return self._port.holder(self._address + record.start, nbytes, self._region.keepalive())
 

@@ -50,7 +50,9 @@ class open_exporter:
     Processes of the same user may connect; ``allow_uids`` and ``allow_gids`` widen that (under a
     path or an abstract name: the folder of bare names is this user's alone), and ``secret``
     narrows it to those who know it.  ``handle_type`` is how GPU memory is shared: "fabric",
-    "posix", or "auto", which tries them in that order.
+    "posix", or "auto", which tries them in that order.  When a call has waited ``explain_after``
+    seconds for room, one line in the log says why (``math.inf`` for never): half a second, so that
+    who stands still is named within one.
 
     Leaving the block takes no new owners, waits up to ``close_timeout`` seconds for those that
     are out (then warns with OwnersOutstandingWarning), and tells the consumers that the stream
@@ -77,6 +79,7 @@ class open_exporter:
         secret: bytes | str = b"",
         handle_type: HandleType = "auto",
         close_timeout: float = 10.0,
+        explain_after: float = 0.5,
         _port: DevicePort | None = None,
     ) -> None:
         check(name)
@@ -113,6 +116,7 @@ class open_exporter:
         self._access = Access(allow_uids, allow_gids, secret)
         self._handle_type: HandleType = handle_type
         self._close_timeout = _seconds(close_timeout, "close_timeout")
+        self._explain_after = _seconds(explain_after, "explain_after")
         self._port = _port
         self._exporter: Exporter | None = None
         self._listener: Listener | None = None
@@ -153,7 +157,15 @@ class open_exporter:
                     self._route.consumer_count if isinstance(self._route, Broadcast) else 0
                 ),
             )
-            exporter = Exporter(address.display, port, region, core, connections, debug=self._debug)
+            exporter = Exporter(
+                address.display,
+                port,
+                region,
+                core,
+                connections,
+                debug=self._debug,
+                explain_after=self._explain_after,
+            )
             exporter._elastic = Elastic(
                 core,
                 region,

@@ -9,11 +9,15 @@ request is not overtaken for ever by small ones: small ones wait behind it.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
 from asyncvmm._errors import AsyncVMMError, ClosedError
+
+SHORTEST_LOOK = 0.01
+"""Seconds between two looks at a head that is late, however little patience there is."""
 
 
 class _Waiter:
@@ -30,12 +34,22 @@ class Room:
     """The queue of those who wait for a slot and a chunk.
 
     ``fits`` says whether a chunk of some bytes could be taken now; ``wanted`` is called whenever
-    the head of the queue has to wait, so that an elastic pool can grow.
+    the head of the queue has to wait, so that an elastic pool can grow.  ``late`` is called when
+    the head has waited for ``patience`` seconds, and again as often while it does.
     """
 
-    def __init__(self, fits: Callable[[int], bool], wanted: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        fits: Callable[[int], bool],
+        wanted: Callable[[int], None],
+        late: Callable[[], None],
+        patience: float,
+    ) -> None:
         self._fits = fits
         self._wanted = wanted
+        self._late = late
+        self._patience = patience
+        self._timer: asyncio.TimerHandle | None = None  # only while somebody waits, or just did
         self._queue: deque[_Waiter] = deque()
         self._closed = False
         self.waits = 0
@@ -49,6 +63,11 @@ class Room:
     def oldest_wait(self) -> float:
         """Seconds that the head of the queue has waited; 0.0 if nobody waits."""
         return monotonic() - self._queue[0].since if self._queue else 0.0
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the head of the queue waits for; 0 if nobody waits."""
+        return self._queue[0].nbytes if self._queue else 0
 
     async def turn(self, nbytes: int) -> None:
         """Wait until it is the caller's turn and ``nbytes`` fit; take them before any await.
@@ -67,6 +86,8 @@ class Room:
                 waited = True
                 if queue[0] is waiter:
                     self._wanted(nbytes)
+                if self._timer is None and self._patience != math.inf:
+                    self._timer = asyncio.get_running_loop().call_later(self._patience, self._look)
                 waiter.future = asyncio.get_running_loop().create_future()
                 await waiter.future
         except BaseException:
@@ -98,6 +119,17 @@ class Room:
                 else:
                     self._wanted(head.nbytes)
 
+    def _look(self) -> None:
+        """Tell of a head that waits too long, and look again while anybody waits."""
+        self._timer = None
+        if not self._queue or self._closed:
+            return
+        left = self._queue[0].since + self._patience - monotonic()
+        if left <= 0:
+            left = max(self._patience, SHORTEST_LOOK)
+            self._late()
+        self._timer = asyncio.get_running_loop().call_later(left, self._look)
+
     def refuse(self, most: int, error: AsyncVMMError) -> None:
         """Send the head of the queue away with ``error`` if it wants more than ``most`` bytes."""
         if self._queue and self._queue[0].nbytes > most:
@@ -109,6 +141,8 @@ class Room:
     def close(self) -> None:
         """Send everybody away with ClosedError."""
         self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         for waiter in self._queue:
             if waiter.future is not None and not waiter.future.done():
                 waiter.future.set_result(None)

@@ -30,7 +30,7 @@ class OwnerStatistics:
     state: str
     """The slot's state: filling, held, draining or quarantined."""
     age: float
-    """Seconds since it was published; 0.0 while it is filling."""
+    """Seconds since it was published; since it was reserved while it is filling."""
     held_by: tuple[Key, ...]
     """Consumers that have it and have not let go."""
     waiting_for: tuple[Key, ...]

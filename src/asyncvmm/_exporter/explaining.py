@@ -1,0 +1,271 @@
+"""Why somebody waits for room: who holds what, since when, and what would free it.
+
+Everything here is worked out when it is asked for; sending costs nothing more for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from asyncvmm._core.ledger import ANYONE, Peer, PeerState, Record
+from asyncvmm._core.slots import SlotState
+from asyncvmm._exporter.draining import READY
+from asyncvmm._types import Key
+
+if TYPE_CHECKING:
+    from asyncvmm._exporter.lending import Lending as Exporter
+
+logger = logging.getLogger("asyncvmm.exporter")
+
+QUIET_SECONDS = 60.0
+"""A cause that was told is told again only after it was not seen for so long: a consumer that is
+always slow is one line and not one a minute, and one that stops again next week is another."""
+
+MOST_CAUSES = 64
+"""Causes remembered; of more the one seen longest ago is forgotten."""
+
+Kind: TypeAlias = Literal[
+    "held", "untaken", "lingering", "quarantined", "unattached", "unclaimed", "draining",
+    "copying", "filling", "broken",
+]  # fmt: skip
+
+_SAYS: dict[Kind, tuple[str, str]] = {
+    "held": (
+        "holds {owners}",
+        "it has to release them and to drop its views (its own statistics() count those as "
+        "viewed), or to end; look whether its process stands still",
+    ),
+    "untaken": (
+        "was sent {owners} that it has not begun",
+        "it has to receive them, or to end; look whether its process stands still",
+    ),
+    "lingering": (
+        "said goodbye, and its views still keep {owners}",
+        "those views have to die there, or the process has to end",
+    ),
+    "quarantined": (
+        "lost its connection, its process lives, and it holds {owners}",
+        "only the end of that process frees them",
+    ),
+    "unattached": (
+        "is not attached, and {owners} wait for it",
+        "it has to connect; give consumer_count or to= the ranks that really come",
+    ),
+    "unclaimed": (
+        "has credit, and {owners} wait for one that has",
+        "a consumer has to connect or to take what it was sent",
+    ),
+    "draining": (
+        "let go of {owners} on which its device still works",
+        "the kernels queued ahead of its release have to end",
+    ),
+    "copying": (
+        "gave up {owners} into which it still copies or writes",
+        "that work has to end; it does by itself",
+    ),
+    "filling": (
+        "fills {owners}",
+        "publish what was reserved, or leave its block",
+    ),
+    "broken": (
+        "can no longer ask about {owners}: the driver refuses the fence",
+        "the consumers that read them have to end, or this exporter has to be opened anew",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Some owners that are not back, and the one party that keeps them."""
+
+    kind: Kind
+    """How they are kept: held, untaken, lingering, quarantined, unattached, unclaimed, draining,
+    copying, filling or broken."""
+    member: Key | None
+    """A rank or a name; None for the exporter's own process, or for "no consumer"."""
+    pid: int
+    """0 where there is no process to look at, or it lives in another pid namespace."""
+    owners: int
+    nbytes: int
+    since: float
+    """Seconds since the oldest of them was published, or reserved if it was not."""
+    oldest: Key | None
+    """The key of the oldest; None while it was not published."""
+    remedy: str
+    """What would free them."""
+
+    @property
+    def who(self) -> str:
+        """Name the party, as ``rank 0 (pid 4711)``."""
+        if self.kind == "unclaimed":
+            return "no consumer"
+        if self.member is None:
+            return "this process"
+        name = f"rank {self.member}" if isinstance(self.member, int) else f"{self.member!r:.80}"
+        return f"{name} (pid {self.pid})" if self.pid else name
+
+    def __str__(self) -> str:
+        owners = f"{self.owners} owner{'s' * (self.owners != 1)} ({self.nbytes:,} bytes)"
+        says = _SAYS[self.kind][0].format(owners=owners)
+        oldest = "" if self.oldest is None else f" ({self.oldest!r:.80})"
+        return f"{self.who} {says}, the oldest{oldest} for {self.since:.1f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why the next owner has to wait, if it has to; ``str()`` of it is one line."""
+
+    waiting: int
+    """Sends and reservations that wait for room now."""
+    waited: float
+    """Seconds that the first of them has waited."""
+    needed: int
+    """Bytes that the first of them waits for; 0 if nobody waits."""
+    lacks: Literal["nothing", "slot", "gap"]
+    """What is not there: a free slot, or free bytes in one piece."""
+    slots: int
+    free_slots: int
+    pool_bytes: int
+    free_bytes: int
+    largest_gap: int
+    obstacles: tuple[Obstacle, ...]
+    """Who keeps what, the oldest first."""
+
+    def __str__(self) -> str:
+        if self.waiting:
+            begin = (
+                f"{self.waiting} call{'s wait' if self.waiting > 1 else ' waits'} for room, the "
+                f"first for {self.waited:.1f} s and {self.needed:,} bytes: {self._lack()}"
+            )
+        else:
+            begin = f"nobody waits: {self._lack()}"
+        parts = [f"{each}; {each.remedy}" for each in self.obstacles]
+        return ". ".join([begin, *parts])
+
+    def _lack(self) -> str:
+        if self.lacks == "slot":
+            return f"none of {self.slots} slots is free"
+        pool = f"{self.free_bytes:,} of {self.pool_bytes:,} bytes are free"
+        if self.lacks == "gap":
+            return f"{pool}, the largest gap is {self.largest_gap:,}"
+        return f"{self.free_slots} of {self.slots} slots and {pool}"
+
+
+def explain(exporter: Exporter) -> Explanation:
+    """Look at the pool, and at everybody who keeps something of it."""
+    core, room = exporter._core, exporter._room
+    needed, largest = room.needed, core.bytes.largest_gap
+    lacks: Literal["nothing", "slot", "gap"] = "nothing"
+    if not core.slots.free:
+        lacks = "slot"
+    elif largest < max(needed, 1):
+        lacks = "gap"
+    return Explanation(
+        waiting=len(room),
+        waited=room.oldest_wait,
+        needed=needed,
+        lacks=lacks,
+        slots=len(core.slots.states),
+        free_slots=core.slots.free,
+        pool_bytes=core.bytes.capacity,
+        free_bytes=core.bytes.free_bytes,
+        largest_gap=largest,
+        obstacles=_obstacles(exporter),
+    )
+
+
+def _obstacles(exporter: Exporter) -> tuple[Obstacle, ...]:
+    groups: dict[tuple[Kind, Key | None, int], list[Record]] = {}
+    for record in exporter._core.records.values():
+        for found in _keepers(exporter, record):
+            groups.setdefault(found, []).append(record)
+    now = monotonic()
+    obstacles = []
+    for (kind, member, pid), records in groups.items():
+        oldest = min(records, key=lambda record: record.stamp or now)
+        obstacles.append(
+            Obstacle(
+                kind,
+                member,
+                pid,
+                owners=len(records),
+                nbytes=sum(record.nbytes for record in records),
+                since=now - (oldest.stamp or now),
+                oldest=oldest.key if oldest.published else None,
+                remedy=_SAYS[kind][1],
+            )
+        )
+    return tuple(sorted(obstacles, key=lambda each: -each.since))
+
+
+def _keepers(exporter: Exporter, record: Record) -> Iterator[tuple[Kind, Key | None, int]]:
+    """Yield how and by whom one owner is kept, with the process's number."""
+    core = exporter._core
+    state = core.slots.states[record.slot]
+    if state is SlotState.FILLING:
+        yield "filling", None, exporter._made_in
+    elif state is SlotState.DRAINING:
+        yield from _drainers(exporter, record)
+    elif not record.holders and not record.waiting:
+        yield "broken", None, exporter._made_in
+    for holder in sorted(record.holders):
+        peer = core.peers[holder]
+        yield _how(peer, record), peer.member, _pid(exporter, peer.id)
+    for member in sorted(record.waiting, key=str):
+        yield ("unclaimed", None, 0) if member == ANYONE else ("unattached", member, 0)
+
+
+def _pid(exporter: Exporter, peer_id: int) -> int:
+    connection = exporter._connections.open.get(peer_id)
+    return connection.identity.pid if connection else 0
+
+
+def _how(peer: Peer, record: Record) -> Kind:
+    if peer.absent:
+        return "quarantined"
+    if peer.state is PeerState.CLOSING:
+        return "lingering"
+    if record.batch is not None and record.batch.number in peer.untaken:
+        return "untaken"
+    return "held"
+
+
+def _drainers(exporter: Exporter, record: Record) -> Iterator[tuple[Kind, Key | None, int]]:
+    peers = exporter._draining.pending(record)
+    ours = peers <= {READY}  # also while a copy in a worker thread is all that is waited for
+    if ours:
+        yield "copying", None, exporter._made_in
+    # Who released it is known by name even if it has left since.
+    members = dict(zip((peer for peer, _ in record.released_by), record.released, strict=False))
+    for peer in sorted(peers - {READY}):
+        known = exporter._core.peers.get(peer)
+        member = known.member if known else members.get(peer, "a consumer that left")
+        yield "draining", member, _pid(exporter, peer)
+
+
+class Telling:
+    """The one line in the log for those who wait too long: once per cause, see QUIET_SECONDS."""
+
+    def __init__(self, name: str, explain: Callable[[], Explanation]) -> None:
+        self._name = name
+        self._explain = explain
+        self._seen: dict[tuple[object, ...], float] = {}  # cause -> when; the last seen is last
+
+    def tell(self) -> None:
+        """Say why the head of the queue waits, unless the same was said already."""
+        explanation = self._explain()
+        first = explanation.obstacles[0] if explanation.obstacles else None
+        cause = (explanation.lacks, first and (first.kind, first.member, first.pid))
+        now = monotonic()
+        before = self._seen.pop(cause, None)
+        self._seen[cause] = now
+        if len(self._seen) > MOST_CAUSES:
+            del self._seen[next(iter(self._seen))]
+        if before is None or now - before > QUIET_SECONDS:
+            logger.warning(
+                "exporter %r: %s", self._name, explanation, extra={"explanation": explanation}
+            )
