@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from asyncvmm._consumer.consumer import Consumer
 from asyncvmm._consumer.loss import loss
+from asyncvmm._consumer.tracing import TracedCore, follow
 from asyncvmm._core import wire
 from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._core.wire import MAX_TEXT, MAX_WINDOW, check_secret
@@ -22,11 +23,13 @@ from asyncvmm._errors import (
     VersionMismatchError,
 )
 from asyncvmm._fds import OwnedFd
+from asyncvmm._io.chrome import write
 from asyncvmm._io.link import Link
 from asyncvmm._io.listener import connect as connect_socket
 from asyncvmm._io.liveness import DeathWatch, identify
 from asyncvmm._io.names import check, resolve
 from asyncvmm._io.threads import made_in_thread
+from asyncvmm._io.timeline import Timeline
 from asyncvmm._tensors import DevicePort, check_device, open_port, preload
 from asyncvmm._types import is_int
 
@@ -42,6 +45,7 @@ class connect:
     the ``rank``; under Compete a ``member`` name may be given, and ``prefetch`` is how many
     batches may be delivered ahead of the one in work.  ``wait=True`` waits until the exporter is
     there.  ``writable=True`` asks for writable views; the exporter must have been opened so.
+    ``trace`` names a file for the timeline of every owner, written at the end.
 
     Entering raises ExporterNotFoundError, RankError, VersionMismatchError, AccessDeniedError or
     another HandshakeError, DescriptorLimitError or BackendError, and keeps nothing.  There is no
@@ -62,6 +66,7 @@ class connect:
         wait: bool = False,
         writable: bool = False,
         secret: bytes | str = b"",
+        trace: str | os.PathLike[str] | None = None,
         _port: DevicePort | None = None,
     ) -> None:
         check(name)
@@ -92,12 +97,15 @@ class connect:
         )
         self._greeting = wire.encode_greeting(self._hello)  # refuses what is out of bounds
         self._wait = wait
+        self._timeline = None if trace is None else Timeline(trace)
         self._port = _port
         self._consumer: Consumer | None = None
 
     async def __aenter__(self) -> Consumer:
         if self._consumer is not None:
             raise LocalProtocolError("connect() can be entered once; call it again")
+        if self._timeline is not None:
+            await asyncio.to_thread(self._timeline.prepare)
         if self._port is None:
             # Before the handshake, so that an exporter never waits for our imports.
             await asyncio.to_thread(preload, self._device)
@@ -138,6 +146,8 @@ class connect:
                 f"writable={self._hello.writable}"
             )
         core = ConsumerCore(info, competes=not welcome.consumer_count)
+        if self._timeline is not None:
+            core = TracedCore(welcome, self._hello, self._timeline)
         port = self._port
         if port is None:
             port = await asyncio.to_thread(open_port, self._device, kind=info.kind)
@@ -145,6 +155,8 @@ class connect:
         try:
             member = self._hello.name if core.competes else self._hello.rank
             consumer = Consumer(member, port, region, core, handshake.link)
+            if self._timeline is not None:
+                follow(consumer._leases, self._timeline)
             handshake.hand_over(consumer)
             await consumer._until(segments=welcome.segments)
             if consumer._lost is not None:
@@ -159,7 +171,11 @@ class connect:
 
     async def __aexit__(self, *exc: object) -> None:
         if self._consumer is not None:
-            await self._consumer.aclose()
+            try:
+                await self._consumer.aclose()
+            finally:
+                if self._timeline is not None:
+                    await asyncio.to_thread(write, self._timeline)
 
 
 class _Handshake:

@@ -21,9 +21,12 @@ from asyncvmm._exporter.access import Access
 from asyncvmm._exporter.connections import Connections
 from asyncvmm._exporter.elastic import Elastic
 from asyncvmm._exporter.exporter import Exporter
+from asyncvmm._exporter.tracing import follow
+from asyncvmm._io.chrome import write
 from asyncvmm._io.listener import Listener
 from asyncvmm._io.names import check, resolve
 from asyncvmm._io.threads import made_in_thread
+from asyncvmm._io.timeline import Timeline
 from asyncvmm._tensors import (
     DevicePort,
     HandleType,
@@ -52,7 +55,8 @@ class open_exporter:
     narrows it to those who know it.  ``handle_type`` is how GPU memory is shared: "fabric",
     "posix", or "auto", which tries them in that order.  When a call has waited ``explain_after``
     seconds for room, one line in the log says why (``math.inf`` for never): half a second, so that
-    who stands still is named within one.
+    who stands still is named within one.  ``trace`` names a file for the timeline of every owner,
+    written at the end.
 
     Leaving the block takes no new owners, waits up to ``close_timeout`` seconds for those that
     are out (then warns with OwnersOutstandingWarning), and tells the consumers that the stream
@@ -80,6 +84,7 @@ class open_exporter:
         handle_type: HandleType = "auto",
         close_timeout: float = 10.0,
         explain_after: float = 0.5,
+        trace: str | os.PathLike[str] | None = None,
         _port: DevicePort | None = None,
     ) -> None:
         check(name)
@@ -117,6 +122,7 @@ class open_exporter:
         self._handle_type: HandleType = handle_type
         self._close_timeout = _seconds(close_timeout, "close_timeout")
         self._explain_after = _seconds(explain_after, "explain_after")
+        self._timeline = None if trace is None else Timeline(trace)
         self._port = _port
         self._exporter: Exporter | None = None
         self._listener: Listener | None = None
@@ -126,6 +132,8 @@ class open_exporter:
             raise LocalProtocolError("open_exporter() can be entered once; call it again")
         loop = asyncio.get_running_loop()
         async with AsyncExitStack() as undo:
+            if self._timeline is not None:
+                await asyncio.to_thread(self._timeline.prepare)
             port = self._port
             if port is None:
                 port = await asyncio.to_thread(open_port, self._device)
@@ -166,6 +174,8 @@ class open_exporter:
                 debug=self._debug,
                 explain_after=self._explain_after,
             )
+            if self._timeline is not None:
+                follow(exporter, self._timeline)
             exporter._elastic = Elastic(
                 core,
                 region,
@@ -256,6 +266,8 @@ class open_exporter:
         await exporter._draining.close()
         exporter._ended = True
         await asyncio.to_thread(exporter._region.close)
+        if self._timeline is not None:
+            await asyncio.to_thread(write, self._timeline)
 
 
 def _seconds(value: object, what: str) -> float:

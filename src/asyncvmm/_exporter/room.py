@@ -20,7 +20,9 @@ SHORTEST_LOOK = 0.01
 """Seconds between two looks at a head that is late, however little patience there is."""
 
 
-class _Waiter:
+class Waiter:
+    """One call that waits."""
+
     __slots__ = ("error", "future", "nbytes", "since")
 
     def __init__(self, nbytes: int) -> None:
@@ -50,7 +52,7 @@ class Room:
         self._late = late
         self._patience = patience
         self._timer: asyncio.TimerHandle | None = None  # only while somebody waits, or just did
-        self._queue: deque[_Waiter] = deque()
+        self._queue: deque[Waiter] = deque()
         self._closed = False
         self.waits = 0
         self.longest_wait = 0.0
@@ -75,7 +77,7 @@ class Room:
         Raises ClosedError if the exporter closes meanwhile, and what :meth:`refuse` was given.
         Cancellation loses nothing.
         """
-        waiter = _Waiter(nbytes)
+        waiter = Waiter(nbytes)
         queue = self._queue
         queue.append(waiter)
         waited = False
@@ -97,7 +99,7 @@ class Room:
         if self._closed:
             raise ClosedError("the exporter was closed while a send waited for room")
 
-    def _forget(self, waiter: _Waiter, waited: bool) -> None:
+    def _forget(self, waiter: Waiter, waited: bool) -> None:
         self._queue.remove(waiter)
         if waited:
             self.waits += 1

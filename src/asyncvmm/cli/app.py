@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from asyncvmm.cli.demo.command import demo
+from asyncvmm.cli.traces import traces
 
 app = typer.Typer(
     name="asyncvmm",
@@ -18,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.add_typer(traces)
 
 
 def show_version(wanted: bool) -> None:

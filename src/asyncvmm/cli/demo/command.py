@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncvmm.cli import ends, loops
+from asyncvmm.cli import ends, loops, traces
 from asyncvmm.cli.loops import LoopChoice
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ def demo(
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Let the encoder write straight into the pool.")
     ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write every owner's timeline there, for ui.perfetto.dev.")
+    ] = None,
     loop: Annotated[LoopChoice, typer.Option(help="The event loop.")] = LoopChoice.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -52,7 +55,7 @@ def demo(
     Exit status 0 means that each result equals the same computation done in one process, to the
     last bit, and that every slot came back.
     """
-    with ends.in_one_line():
+    with ends.in_one_line(), traces.joined(trace) as part:
         from asyncvmm.cli.demo import plan, report
 
         exporter_device, each_rank = plan.resolve_devices(device, rank_devices, ranks)
@@ -66,6 +69,7 @@ def demo(
                 images=images,
                 in_place=in_place,
                 loop=loop,
+                trace=part,
             )
         )
         if as_json:

@@ -63,6 +63,7 @@ class Streamer:
                 max_pool_bytes=plan.pool_bytes,
                 slots=plan.slots,
                 route=route,
+                trace=plan.trace,
             ) as exporter,
         ):
             for rank in range(plan.ranks):

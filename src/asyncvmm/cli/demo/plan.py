@@ -30,11 +30,17 @@ class Plan:
     pool_bytes: int = 8 * MIB
     """Holds about a dozen requests: small enough that the encoder has to wait now and then."""
     slots: int = 8
+    trace: Path | None = None
+    """Where the exporter writes its part of the timeline; each rank writes one beside it."""
 
     @property
     def ranks(self) -> int:
         """How many rank processes there are."""
         return len(self.rank_devices)
+
+    def rank_trace(self, rank: int) -> Path | None:
+        """Return where a rank writes its part of the timeline."""
+        return self.trace and self.trace.with_name(f"rank-{rank}.json")
 
     def shard(self, rank: int) -> int:
         """Return which weights a rank has: its own, or the common ones if ranks compete."""
@@ -50,6 +56,7 @@ class RankOrder(msgspec.Struct, frozen=True):
     shard: int
     compete: bool
     loop: LoopChoice
+    trace: str | None = None
 
 
 class RankRecord(msgspec.Struct, frozen=True, omit_defaults=True):

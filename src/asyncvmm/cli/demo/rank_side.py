@@ -52,6 +52,7 @@ async def work(order: RankOrder) -> None:
         device=order.device,
         rank=None if order.compete else order.rank,
         member=f"rank-{order.rank}" if order.compete else None,
+        trace=order.trace,
     ) as consumer:
         async for batch in consumer:
             async with batch:

@@ -26,6 +26,7 @@ class RankProcess:
     @classmethod
     async def start(cls, plan: Plan, rank: int) -> RankProcess:
         """Start the process with its order."""
+        trace = plan.rank_trace(rank)
         order = RankOrder(
             name=plan.name,
             device=plan.rank_devices[rank],
@@ -33,6 +34,7 @@ class RankProcess:
             shard=plan.shard(rank),
             compete=plan.route == "compete",
             loop=plan.loop,
+            trace=None if trace is None else str(trace),
         )
         command = [sys.executable, "-m", "asyncvmm.cli.demo.rank_side"]
         process = await asyncio.create_subprocess_exec(

@@ -1,0 +1,90 @@
+"""A consumer that notes its timeline; only made with ``trace=``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncvmm._consumer.lease import Lease
+from asyncvmm._consumer.leases import Leases
+from asyncvmm._core import wire
+from asyncvmm._core.consumer import ConsumerCore
+from asyncvmm._io.timeline import Timeline
+
+
+class TracedCore(ConsumerCore):
+    """A core that notes what it is told and what it says.
+
+    The phases of a life here: ``delivered`` (here, and not yet received by the program),
+    ``in hand``, and ``viewed`` (released, but a view is still alive).
+    """
+
+    def __init__(self, welcome: wire.Welcome, hello: wire.Hello, timeline: Timeline) -> None:
+        super().__init__(welcome.region, competes=not welcome.consumer_count)
+        self._timeline = timeline
+        # Exactly one competitor has an owner, and those without a name do not know theirs.
+        self._who = "" if self.competes else hello.rank
+        timeline.identity = welcome.exporter
+        timeline.title = "consumer" if self.competes else f"rank {hello.rank}"
+        if self.competes and hello.name is not None:
+            timeline.title = f"consumer {hello.name}"
+
+    def deliver(self, message: wire.Deliver) -> None:
+        super().deliver(message)
+        for owner in message.owners:
+            if self.held.get(owner.slot) is owner:
+                self._begin(owner)
+
+    def _begin(self, owner: wire.OwnerFrame) -> None:
+        life = self._timeline.begin(owner.slot, owner.generation, "delivered")
+        if not self.competes:  # a competitor's may go to another, who then has the arrow
+            life.arrows.append(("arrives", life.phases[0][0], f"to {self._who}"))
+
+    def take(self) -> list[wire.OwnerFrame] | None:
+        owners = super().take()
+        for owner in owners or ():
+            self._timeline.mark(owner.slot, "in hand")
+            life = self._timeline.open.get(owner.slot)
+            if self.competes and life is not None:
+                life.arrows.append(("arrives", life.since("in hand"), f"to {self._who}"))
+        return owners
+
+    def release(self, owner: wire.OwnerFrame, handle: bytes = b"", lane: int = 0) -> None:
+        super().release(owner, handle, lane)
+        self._end(owner, "released")
+
+    def refuse(self, owner: wire.OwnerFrame, reason: str) -> None:
+        super().refuse(owner, reason)
+        if owner.slot not in self._timeline.open:
+            self._begin(owner)  # refused in the moment in which it came
+        self._end(owner, "refused", reason=reason)
+
+    def _end(self, owner: wire.OwnerFrame, how: str, **facts: object) -> None:
+        life = self._timeline.end(owner.slot, owner.key, bytes=owner.nbytes, ended=how, **facts)
+        if life is not None and how != "lost":
+            # A nanosecond earlier, so that the arrow begins inside the slice.
+            life.arrows.append(("leaves", life.over - 1, f"from {self._who}"))
+
+    def _decline(self, owners: Sequence[wire.OwnerFrame], reason: str) -> None:
+        super()._decline(owners, reason)
+        for owner in owners:
+            if owner.slot in self._timeline.open:  # a competitor's, which goes to another
+                self._timeline.end(owner.slot, owner.key, bytes=owner.nbytes, ended="given on")
+
+    def lose(self) -> int:
+        unread = [owner for owners in self.inbox for owner in owners]
+        count = super().lose()
+        for owner in unread:
+            self._end(owner, "lost")
+        return count
+
+
+def follow(leases: Leases, timeline: Timeline) -> None:
+    """Note also which owners are released while a view of them is alive."""
+    say_done = leases.say_done
+
+    def noted(lease: Lease, stream: object) -> None:
+        say_done(lease, stream)
+        if not lease.done:
+            timeline.mark(lease.frame.slot, "viewed")
+
+    leases.say_done = noted  # type: ignore[method-assign]  # a wrapper costs nothing when off
