@@ -1,0 +1,112 @@
+"""The command: ``python -m benchmarks run | report | targets | list``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workloads import WORKLOADS, Workload
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what the arguments ask for; return the exit status."""
+    options = _parser().parse_args(arguments)
+    return int(options.do(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    run = commands.add_parser("run", help="measure")
+    run.add_argument("--transports", default="all", help="names with commas (see list)")
+    run.add_argument("--workloads", default="all", help="names with commas, or * patterns")
+    run.add_argument("--device", default="cpu", help="where payloads live: cpu or cuda:N")
+    run.add_argument("--consumer-device", default="", help="where they are used; the same")
+    run.add_argument("--loop", choices=("uvloop", "asyncio", "both"), default="uvloop")
+    run.add_argument("--rounds", type=int, default=3)
+    run.add_argument("--seconds", type=float, default=0.25, help="per lane and round")
+    run.add_argument("--patience", type=float, default=30.0, help="seconds until a lane is out")
+    run.add_argument("--json", type=Path, required=True, help="the result file")
+    run.set_defaults(do=_run)
+    commands.add_parser("list", help="name transports and workloads").set_defaults(do=_list)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    from benchmarks.conductor import Conductor, Options
+    from benchmarks.machine import machine
+    from benchmarks.rows import SCHEMA
+
+    asked = Options(
+        transports=_transports(options.transports),
+        workloads=_workloads(options.workloads),
+        loops=["uvloop", "asyncio"] if options.loop == "both" else [options.loop],
+        device=options.device,
+        consumer_device=options.consumer_device,
+        rounds=options.rounds,
+        seconds=options.seconds,
+        patience=options.patience,
+    )
+    head = {
+        "schema": SCHEMA,
+        "machine": machine(),
+        "options": {
+            "device": asked.device,
+            "consumer_device": asked.consumer_device or asked.device,
+            "rounds": asked.rounds,
+            "seconds": asked.seconds,
+        },
+    }
+    conductor = Conductor(asked, _say)
+    signal.signal(signal.SIGTERM, _terminated)
+    for _ in conductor.run():  # what is done is kept if the rest is not reached
+        result = head | {"skipped": conductor.skipped, "rows": conductor.rows}
+        options.json.write_text(dumps(result))
+    return 0
+
+
+def _terminated(number: int, _: object) -> None:
+    raise SystemExit(128 + number)  # through the context managers that end the lanes
+
+
+def dumps(result: dict[str, Any]) -> str:
+    """Return a result file's text: a line for each row, so that files can be compared."""
+    rows = ",\n  ".join(json.dumps(row) for row in result["rows"])
+    head = json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1)
+    return f'{head[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+def _list(_: argparse.Namespace) -> int:
+    for workload in WORKLOADS.values():
+        sys.stdout.write(f"{workload.name:<24} {workload.about}\n")
+    return 0
+
+
+def _transports(text: str) -> list[str]:
+    from benchmarks.transports import MODULES
+
+    names = list(MODULES) if text == "all" else text.split(",")
+    unknown = [name for name in names if ":" not in name and name not in MODULES]
+    if unknown:
+        raise SystemExit(f"unknown transports {', '.join(unknown)}; there are {', '.join(MODULES)}")
+    return names
+
+
+def _workloads(text: str) -> list[Workload]:
+    from fnmatch import fnmatchcase
+
+    found: dict[str, Workload] = {}
+    for pattern in ["*"] if text == "all" else text.split(","):
+        matching = {n: w for n, w in WORKLOADS.items() if fnmatchcase(n, pattern)}
+        if not matching:
+            raise SystemExit(f"no workload is called {pattern}; there are {', '.join(WORKLOADS)}")
+        found |= matching
+    return list(found.values())
