@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections import deque
+from collections.abc import Callable
 
 from anyio.abc import ObjectReceiveStream
 
@@ -37,8 +38,7 @@ from asyncvmm._types import Key
 logger = logging.getLogger("asyncvmm.consumer")
 
 GOODBYE_SECONDS = 2.0
-"""How long a leaving consumer waits for the exporter's goodbye, and then for it to hang up.  Both
-come within a loop turn from an exporter that runs; a stopped one must not keep us."""
+"""How long a leaving consumer waits for the exporter's goodbye, and then for it to hang up."""
 
 
 class Consumer(ObjectReceiveStream[Batch]):
@@ -66,6 +66,7 @@ class Consumer(ObjectReceiveStream[Batch]):
         self._loop = asyncio.get_running_loop()
         self._leases = Leases(core, region, port, self._pump, self._loop)
         self._waiters: deque[asyncio.Future[None]] = deque()
+        self._on_news: Callable[[], None] = lambda: None  # receive_nowait may say something new
         self._told: list[asyncio.Future[None]] = []  # wait for goodbye, loss or segments
         self._lost: AsyncVMMError | None = None
         self._closed = False
@@ -83,8 +84,7 @@ class Consumer(ObjectReceiveStream[Batch]):
         no batch: the next call gets it.
         """
         while True:
-            batch = self._next()
-            if batch is not None:
+            if (batch := self._next()) is not None:
                 return batch
             waiter = self._loop.create_future()
             self._waiters.append(waiter)
@@ -101,8 +101,7 @@ class Consumer(ObjectReceiveStream[Batch]):
 
     def receive_nowait(self) -> Batch:
         """Return the next batch, or raise WouldBlock if none is here."""
-        batch = self._next()
-        if batch is None:
+        if (batch := self._next()) is None:
             raise WouldBlock("no batch has arrived")
         return batch
 
@@ -209,6 +208,7 @@ class Consumer(ObjectReceiveStream[Batch]):
 
     def _wake(self) -> None:
         """Wake one receiver, if there is something to see."""
+        self._on_news()
         waiters = self._waiters
         while waiters:
             waiter = waiters.popleft()
@@ -217,6 +217,7 @@ class Consumer(ObjectReceiveStream[Batch]):
                 return
 
     def _wake_all(self) -> None:
+        self._wake()
         while self._waiters:
             self._wake()
 

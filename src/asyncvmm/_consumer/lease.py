@@ -8,10 +8,12 @@ only noted here; the consumer acts on it from its loop.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Protocol
 
 from asyncvmm._core.wire import OwnerFrame
+from asyncvmm._errors import ReleasedError
 
 
 class Keeper(Protocol):
@@ -30,6 +32,7 @@ class Lease:
         "frame",
         "holder",
         "keeper",
+        "lock",
         "offsets",
         "reason",
         "said",
@@ -41,6 +44,7 @@ class Lease:
     def __init__(self, frame: OwnerFrame, keeper: Keeper) -> None:
         self.frame = frame
         self.keeper = keeper
+        self.lock = threading.Lock()  # views may be taken, and "done" be said, in any thread
         self.offsets: list[int] | None = None  # of its features, once more than one is viewed
         self.holder: object = None  # what every view holds; we hold it while views may be asked
         self.views: weakref.ref[object] | None = None
@@ -60,10 +64,24 @@ class Lease:
         """True while any view of it is alive, or may be asked for."""
         return self.views is not None and self.views() is not None
 
-    def open(self, holder: object) -> None:
-        """Keep the object that every view will hold."""
-        self.holder = holder
-        self.views = weakref.ref(holder, self._gone)
+    def open(self, holder: object) -> object:
+        """Keep the object that every view will hold; return the one that is kept.
+
+        Two threads may come with one each, and only the one that is watched may have views.
+        """
+        with self.lock:
+            if self.said:
+                raise ReleasedError(f"owner {self.frame.key!r} was given back in another thread")
+            if self.holder is None:
+                self.holder = holder
+                self.views = weakref.ref(holder, self._gone)
+            return self.holder
+
+    def add_stream(self, stream: int) -> None:
+        """Have the release wait for this stream too."""
+        with self.lock:
+            if stream not in self.streams:
+                self.streams += (stream,)
 
     def say_done(self) -> bool:
         """Note that its user is done; True if no view is left, so that it can be settled now.
@@ -71,8 +89,9 @@ class Lease:
         The order matters when the last view dies in another thread meanwhile: our own reference
         goes first and is not mistaken for the last view; whoever comes second sees both.
         """
-        self.holder = None
-        self.said = True
+        with self.lock:
+            self.holder = None
+            self.said = True
         return not self.viewed
 
     def _gone(self, _: object) -> None:

@@ -94,10 +94,9 @@ class Leases:
             self._order(lease)
         holder = lease.holder
         if holder is None:
-            holder = self._port.holder(
-                region.address + frame.start, frame.nbytes, region.keepalive()
+            holder = lease.open(
+                self._port.holder(region.address + frame.start, frame.nbytes, region.keepalive())
             )
-            lease.open(holder)
         return holder
 
     def _order(self, lease: Lease) -> None:
@@ -132,9 +131,7 @@ class Leases:
 
     def record_stream(self, lease: Lease, stream: object) -> None:
         """Have the release wait for this stream too."""
-        number = self._port.stream_of(stream)
-        if number not in lease.streams:
-            lease.streams += (number,)
+        lease.add_stream(self._port.stream_of(stream))
 
     # -- the end of a lease ------------------------------------------------------------------
 

@@ -89,9 +89,9 @@ class Acknowledgement:
         """Finish it, once, and wake whoever waits."""
         if self._done:
             return
-        self._done = True
         self._record = record
         self._error = error
+        self._done = True  # last, for other threads may look
         if self._waiters is not None:
             for waiter in self._waiters:
                 if not waiter.done():

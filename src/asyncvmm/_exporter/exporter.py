@@ -34,26 +34,28 @@ class Exporter(Lending):
         metadata: object = None,
         to: To = None,
         require: Require = "all",
+        stream: object = None,
     ) -> Acknowledgement:
         """Copy features into one chunk and publish them as one owner.
 
         Waits for a slot and for room (first come, first served); returns once the copy is queued
-        on the current stream, and the sources may be freed then.  ``metadata`` is any value of
-        plain data (None, bool, numbers, text, bytes, lists, mappings).  ``to`` narrows a
-        Broadcast to some ranks.  ``require`` is what awaiting the acknowledgement asks of the
-        consumers: "all" of them, "any", or "none".
+        on ``stream`` (default: the one that is current now), and the sources may be freed then.
+        ``metadata`` is any value of plain data (None, bool, numbers, text, bytes, lists,
+        mappings).  ``to`` narrows a Broadcast to some ranks.  ``require`` is what awaiting the
+        acknowledgement asks of the consumers: "all" of them, "any", or "none".
 
         Raises InvalidTensorError (it names the feature), OwnerTooLargeError, ArgumentError and
         RankError before anything is taken; ClosedError if the exporter closes while it waits.
         Cancelled, it publishes nothing, and the chunk returns once no copy touches it any more.
         """
+        number = self._stream(stream)
         plan, terms = self._terms(self._plan_tensors(features), key, metadata, to, require)
         record = None if len(self._room) else self._core.reserve(plan.nbytes)
         if record is None:
             record = await self._acquire(plan.nbytes)
         if self._copies_slowly(plan):
-            return await self._fill_elsewhere(record, plan, terms)
-        return self._fill(record, plan, terms)
+            return await self._fill_elsewhere(record, plan, terms, number)
+        return self._fill(record, plan, terms, number)
 
     async def send_nowait(
         self,
@@ -63,16 +65,18 @@ class Exporter(Lending):
         metadata: object = None,
         to: To = None,
         require: Require = "all",
+        stream: object = None,
     ) -> Acknowledgement:
         """Do as ``send``, but raise WouldBlock instead of waiting for room.
 
         It is still awaited, because a large copy leaves the event loop.
         """
+        number = self._stream(stream)
         plan, terms = self._terms(self._plan_tensors(features), key, metadata, to, require)
         record = self._acquire_nowait(plan.nbytes)
         if self._copies_slowly(plan):
-            return await self._fill_elsewhere(record, plan, terms)
-        return self._fill(record, plan, terms)
+            return await self._fill_elsewhere(record, plan, terms, number)
+        return self._fill(record, plan, terms, number)
 
     def reserve(
         self,

@@ -138,8 +138,7 @@ class Lending:
         assert record is not None, "room.turn() promised it and nothing ran in between"
         return record
 
-    def _fill(self, record: Record, plan: Plan, terms: Terms) -> Acknowledgement:
-        stream = self._port.current_stream()
+    def _fill(self, record: Record, plan: Plan, terms: Terms, stream: int) -> Acknowledgement:
         try:
             self._prepare(record)
             self._copy_in(self._address + record.start, plan, stream)
@@ -151,8 +150,9 @@ class Lending:
         self._counters.copied_bytes += plan.nbytes
         return ack
 
-    async def _fill_elsewhere(self, record: Record, plan: Plan, terms: Terms) -> Acknowledgement:
-        stream = self._port.current_stream()
+    async def _fill_elsewhere(
+        self, record: Record, plan: Plan, terms: Terms, stream: int
+    ) -> Acknowledgement:
         record.stamp = monotonic()
         try:
             self._prepare(record)

@@ -134,10 +134,11 @@ class WritableOwner:
         self._record = self._holder = None
         return ack
 
-    def _give_back(self) -> None:
+    def _give_back(self, stream: object = None) -> None:
+        """End a loan that was not published, after what ``stream`` (or the current one) writes."""
         if self._record is not None:
             record, self._record, self._holder = self._record, None, None
-            self._exporter._abandon(record, self._exporter._stream(None))
+            self._exporter._abandon(record, self._exporter._stream(stream))
 
 
 class Reservation:

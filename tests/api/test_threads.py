@@ -1,0 +1,122 @@
+"""Owners in several threads, and copies queued on a stream that is not the loop's own."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import asyncvmm
+from asyncvmm._consumer.lease import Lease
+from asyncvmm._tensors.host import HostPort
+from asyncvmm.testing import FakeDevice, FakePort, open_pair
+from tests.api.books import check_all_back, passes, until
+
+
+async def test_two_threads_take_the_first_view_of_an_owner_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each thread's view keeps the slot (inv. 14).
+
+    Kills the planted bug of the later thread's holder in place of the earlier's: the slot would
+    go back with the later view, while the earlier one is read.
+    """
+    both = threading.Barrier(2, timeout=10)
+    holder, opened = HostPort.holder, Lease.open
+    views: list[torch.Tensor] = []  # the view of the thread that came later is the last
+
+    def met(self: HostPort, *args: Any) -> object:
+        found = holder(self, *args)
+        both.wait()
+        return found
+
+    def in_turn(self: Lease, found: object) -> object:
+        with order:
+            return opened(self, found)
+
+    def look() -> None:
+        found = owner["x"]
+        with order:
+            views.append(found)
+
+    order = threading.RLock()
+    monkeypatch.setattr(HostPort, "holder", met)
+    monkeypatch.setattr(Lease, "open", in_turn)
+    async with open_pair() as pair:
+        ack = await pair.exporter.send({"x": torch.arange(5)})
+        (owner,) = await pair.consumer.receive()
+        await asyncio.gather(asyncio.to_thread(look), asyncio.to_thread(look))
+        owner.release()
+        while views:
+            await passes(3)
+            assert pair.consumer.statistics().viewed == 1
+            assert not ack.done()
+            assert views[-1].sum() == 10
+            del views[-1]
+            gc.collect()
+        await ack
+        check_all_back(pair.exporter)
+
+
+async def test_a_release_overtakes_a_first_view_in_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kills the planted bug of a view that is made after its owner was given back (inv. 14)."""
+    begun, go = threading.Event(), threading.Event()
+    holder = HostPort.holder
+
+    def slow(self: HostPort, *args: Any) -> object:
+        begun.set()
+        assert go.wait(10)
+        return holder(self, *args)
+
+    monkeypatch.setattr(HostPort, "holder", slow)
+    async with open_pair() as pair:
+        ack = await pair.exporter.send({"x": torch.arange(5)})
+        (owner,) = await pair.consumer.receive()
+        viewing = asyncio.create_task(asyncio.to_thread(owner.__getitem__, "x"))
+        await asyncio.to_thread(begun.wait, 10)
+        owner.release()
+        await ack
+        go.set()
+        with pytest.raises(asyncvmm.ReleasedError):
+            await viewing
+        check_all_back(pair.exporter)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_copy_is_queued_on_the_stream_that_is_named(waits: bool) -> None:
+    """Or on the one that was current at the call, also if the send had to wait for room.
+
+    Kills the planted bugs of an option that nobody reads, and of a stream that is looked up when
+    room comes.
+    """
+    device = FakeDevice()
+    async with open_pair(port=FakePort(device), slots=1) as pair:
+
+        async def sent(**options: Any) -> int:
+            first = await pair.exporter.send({"x": torch.ones(3)}, stream=1) if waits else None
+            sending = asyncio.create_task(pair.exporter.send({"x": torch.ones(3)}, **options))
+            await until(lambda: sending.done() or pair.exporter.statistics().waiting == 1)
+            assert sending.done() != waits
+            device.stream = 99
+            if first is not None:
+                (await pair.consumer.receive()).release()
+                await first
+            ack = await sending
+            (await pair.consumer.receive()).release()
+            await ack
+            return [fence for fence in device.fences if fence.kind == "ready"][-1].streams[0]
+
+        device.stream = 5
+        assert await sent() == 5
+        assert await sent(stream=6) == 6
+        with pytest.raises(asyncvmm.ArgumentError):
+            await pair.exporter.send({"x": torch.ones(3)}, stream="six")
+        with pytest.raises(asyncvmm.ArgumentError):
+            await pair.exporter.send_nowait({"x": torch.ones(3)}, stream="six")
+        check_all_back(pair.exporter)
