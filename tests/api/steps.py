@@ -14,8 +14,8 @@ import msgspec
 import torch
 
 import asyncvmm
+from asyncvmm.testing import Counters
 from tests.api.syscalls import SystemCalls
-from tests.process.counters import Counters
 from tests.process.puppet import Me
 
 LARGEST = 32 * 1024

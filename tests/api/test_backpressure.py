@@ -19,11 +19,10 @@ from asyncvmm._exporter.elastic import Elastic
 from asyncvmm._fds import OwnedFd
 from asyncvmm._tensors.host import HostPort
 from asyncvmm._types import SegmentInfo
-from asyncvmm.testing import Pair, open_pair
+from asyncvmm.testing import Counters, Pair, open_pair
 from tests.api import steps as own_steps
 from tests.api.books import check_all_back, check_books, check_no_sleeper, passes, until
 from tests.process import steps
-from tests.process.counters import Counters
 from tests.process.harness import Peers
 
 KIB = 1024

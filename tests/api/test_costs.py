@@ -19,12 +19,11 @@ from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._backends.memfd import HostExporterRegion
 from asyncvmm._fds import OwnedFd
 from asyncvmm._tensors.host import HostPort
-from asyncvmm.testing import open_pair
+from asyncvmm.testing import Counters, open_pair
 from tests.api import steps as own_steps
 from tests.api.books import check_all_back, until
 from tests.api.syscalls import SystemCalls
 from tests.process import steps
-from tests.process.counters import Counters
 from tests.process.harness import Peers
 
 ONE = {"x": torch.ones(100)}

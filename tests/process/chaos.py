@@ -7,8 +7,9 @@ import random
 from collections import Counter
 from typing import Any
 
+from asyncvmm.testing import Process
 from tests.process import steps
-from tests.process.harness import Peer, Peers
+from tests.process.harness import Peers
 
 KILLS = ["kill_exporter", "kill_consumer", "kill_consumer", "kill_both"]
 MISHAPS = [*KILLS, "kill_consumer", "stop_consumer", "leave_and_return", "start_again"]
@@ -42,9 +43,9 @@ class Chaos:
         """What happened last."""
         self.pools = Counter[str]()
         """What the exporters did that ended in order, added up."""
-        self.exporter: Peer
+        self.exporter: Process
         self.producing: asyncio.Future[None]
-        self.consumers: list[Peer]
+        self.consumers: list[Process]
         self.tasks: list[asyncio.Future[str]]
 
     async def happen(self, what: str) -> None:
@@ -93,7 +94,7 @@ class Chaos:
             assert consumer.printed == []
         await self.forget(self.exporter, *self.consumers)
 
-    async def forget(self, *peers: Peer) -> None:
+    async def forget(self, *peers: Process) -> None:
         """Keep nothing of processes that are over."""
         for peer in peers:
             await self.peers.end(peer)
@@ -138,7 +139,7 @@ class Chaos:
         victim = self.chance.choice(self.consumers)
         victim.stop()
         await asyncio.sleep(self.chance.random() / 20)
-        victim.cont()
+        victim.resume()
 
     async def leave_and_return(self) -> None:
         """Have one leave, with whatever it keeps, and connect again from the same process."""

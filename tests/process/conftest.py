@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.harness import Nursery, Peers
+from asyncvmm.testing import ForkServer
+from tests.process.harness import Peers, fork_server
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def nursery() -> Iterator[ForkServer]:
     """The process that all others are forked from."""
-    with tempfile.TemporaryDirectory(prefix="avmm-") as folder:
-        nursery = Nursery(Path(folder))
-        yield nursery
-        nursery.close()
+    with fork_server() as server:
+        yield server
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-async def peers(nursery: Nursery, folder: Path) -> AsyncIterator[Peers]:
+async def peers(nursery: ForkServer, folder: Path) -> AsyncIterator[Peers]:
     """Processes, all of which are gone when the test is over."""
-    async with Peers(nursery, folder) as peers:
+    async with Peers(nursery) as peers:
         yield peers

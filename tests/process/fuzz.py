@@ -17,9 +17,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from asyncvmm.testing import Counters, Process
 from tests.process import steps
-from tests.process.counters import Counters
-from tests.process.harness import Nursery, Peer, Peers
+from tests.process.harness import Peers, fork_server
 
 CONNECTIONS = 100
 """Per attacker; a fresh process takes over then."""
@@ -49,7 +49,7 @@ class Result:
 class Watch:
     """Looks at a victim at the beginning and at the end."""
 
-    def __init__(self, victim: Peer, result: Result) -> None:
+    def __init__(self, victim: Process, result: Result) -> None:
         self.victim = victim
         self.result = result
         self.before: Counters | None = None
@@ -151,15 +151,12 @@ async def both(seconds: float, seed: int) -> dict[str, Result]:
     """Attack both at once."""
     with tempfile.TemporaryDirectory(prefix="avmm-fuzz-") as name:
         folder = Path(name)
-        nursery = Nursery(folder)
-        try:
-            async with Peers(nursery, folder, deadline=int(seconds) + 120) as peers:
+        with fork_server() as server:
+            async with Peers(server, deadline=int(seconds) + 120) as peers:
                 exporter, consumer = await asyncio.gather(
                     fuzz_exporter(peers, folder, seconds, seed),
                     fuzz_consumer(peers, folder, seconds, seed + 1),
                 )
-        finally:
-            nursery.close()
     return {"exporter": exporter, "consumer": consumer}
 
 

@@ -1,8 +1,4 @@
-"""Bytes that say whose they are.
-
-Every eight bytes depend on the owner, the generation and their offset, so stale, mixed and shifted
-bytes all look different from the right ones.
-"""
+"""Owners whose bytes say whose they are (``asyncvmm.testing.pattern``), and a look at them."""
 
 from __future__ import annotations
 
@@ -11,14 +7,7 @@ from typing import Any
 import torch
 
 import asyncvmm
-
-
-def pattern(owner: int, generation: int, nbytes: int, start: int = 0) -> torch.Tensor:
-    """Return ``nbytes`` bytes (uint8) of an owner, from offset ``start``, a multiple of 8."""
-    first = start // 8
-    words = torch.arange(first, first + (nbytes + 7) // 8, dtype=torch.int64)
-    whose = hash((owner, generation)) >> 1
-    return ((words * 0x1E3779B97F4A7C15 + whose) ^ (words << 29)).view(torch.uint8)[:nbytes]
+from asyncvmm.testing import pattern
 
 
 def features(owner: int, generation: int, nbytes: int) -> dict[str, torch.Tensor]:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import asyncvmm
+from asyncvmm.testing.counters import pool_mappings
 from tests.process import steps
 from tests.process.chaos import KILLS, Chaos
-from tests.process.counters import pool_mappings
 from tests.process.harness import Peers, kill, turns, until
 from tests.process.patterns import features, note, wrong
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import asyncvmm
-from tests.process.counters import pool_mappings
+from asyncvmm.testing.counters import pool_mappings
 from tests.process.harness import Peers, turns
 from tests.process.patterns import features, note
 

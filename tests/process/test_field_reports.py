@@ -64,8 +64,14 @@ NEVER = {
 
 @pytest.mark.parametrize("pattern", NEVER, ids=NEVER.values())
 def test_what_the_package_never_does(pattern: str) -> None:
-    """Looked for in its source, comments and docstrings left out (field reports 6, 46, 48, 53)."""
-    for file in Path(asyncvmm.__file__).parent.rglob("*.py"):
+    """Looked for in its source, comments and docstrings left out (field reports 6, 46, 48, 53).
+
+    Its tools for tests may kill what they started themselves.
+    """
+    package = Path(asyncvmm.__file__).parent
+    for file in package.rglob("*.py"):
+        if "SIGKILL" in pattern and file.is_relative_to(package / "testing"):
+            continue
         code = re.sub(r'"""[\s\S]*?"""|#.*', "", file.read_text())
         assert re.search(pattern, code) is None, file
 

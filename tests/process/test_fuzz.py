@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import asyncvmm
-from tests.process.counters import Counters
+from asyncvmm.testing import Counters
 from tests.process.harness import until
 from tests.process.sessions import Plan, attack_consumer, attack_exporter
 

@@ -18,7 +18,7 @@ import asyncvmm
 from asyncvmm._core import wire
 from asyncvmm._exporter import connections
 from asyncvmm._types import RegionInfo
-from tests.process.counters import Counters
+from asyncvmm.testing import Counters
 from tests.process.harness import turns, until
 from tests.process.patterns import features, note, wrong
 from tests.process.raw import RawConsumer, packet, welcome

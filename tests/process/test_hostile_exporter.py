@@ -18,7 +18,7 @@ import torch
 import asyncvmm
 from asyncvmm._core import wire
 from asyncvmm._types import RegionInfo, SegmentInfo
-from tests.process.counters import Counters
+from asyncvmm.testing import Counters
 from tests.process.harness import turns
 from tests.process.ports import WatchedPort
 from tests.process.raw import (

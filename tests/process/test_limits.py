@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 import asyncvmm
+from asyncvmm.testing import Process, ProcessRaisedError
 from tests.process import steps
-from tests.process.harness import Peer, Peers, Raised, until
+from tests.process.harness import Peers, until
 from tests.process.patterns import features, note
 
 NOBODY = 65534
 
 
-async def flows(exporter: asyncvmm.Exporter, consumer: Peer, owner: int = 1) -> None:
+async def flows(exporter: asyncvmm.Exporter, consumer: Process, owner: int = 1) -> None:
     """Show that a batch goes through."""
     ack = await exporter.send(features(owner, 0, 500), key=owner, metadata=note(owner, 0, 500))
     assert await consumer.call(steps.take, 1) == [owner]
@@ -41,7 +42,7 @@ async def test_a_consumer_at_its_limit_is_told_the_limit_and_can_connect_later(
         consumer = peers.start()
         limit = await consumer.call(steps.use_up_descriptors, left)
         before = consumer.counters().descriptors
-        with pytest.raises(Raised) as caught:
+        with pytest.raises(ProcessRaisedError) as caught:
             await consumer.call(steps.connect, "pool", 0)
         assert caught.value.kind == "DescriptorLimitError"
         assert caught.value.facts == {"limit": limit, "used": limit}
@@ -172,7 +173,7 @@ async def test_another_user_is_refused_and_costs_nothing(
         stranger, friend = peers.start(), peers.start()
         await stranger.call(steps.become, NOBODY, NOBODY)
         for _ in range(3):
-            with pytest.raises(Raised) as caught:
+            with pytest.raises(ProcessRaisedError) as caught:
                 await stranger.call(steps.connect, name, 0)
             assert caught.value.kind == "AccessDeniedError"
         assert f"user {NOBODY}" in caught.value.text
@@ -207,7 +208,7 @@ async def test_another_user_comes_in_where_it_is_allowed(
         await friend.call(steps.leave)
     stranger = peers.start()
     await stranger.call(steps.become, NOBODY, NOBODY)
-    with pytest.raises(Raised) as caught:
+    with pytest.raises(ProcessRaisedError) as caught:
         await stranger.call(steps.connect, name, 0)
     assert (caught.value.kind, caught.value.facts["uid"]) == ("AccessDeniedError", NOBODY)
     assert await host.call(steps.consumers) == []
@@ -240,11 +241,11 @@ async def test_both_ends_may_be_confined_to_namespaces_of_their_own(
     sending = host.begin(steps.send, [7], 0, 1000, True)
     await consumer.call(steps.take, 1)
     await consumer.killed()
-    with pytest.raises(Raised, match=r"DeliveryError.*lost: \[0\]"):
+    with pytest.raises(ProcessRaisedError, match=r"DeliveryError.*lost: \[0\]"):
         await sending
     await successor.call(steps.connect, name, 0)
     await host.killed()
-    with pytest.raises(Raised, match="PeerLostError"):
+    with pytest.raises(ProcessRaisedError, match="PeerLostError"):
         await successor.call(steps.take, 1)
     os.unlink(name)
 
@@ -265,7 +266,7 @@ async def test_another_users_name_cannot_be_taken(peers: Peers, folder: Path) ->
     async with asyncvmm.open_exporter(name, device="cpu", pool_bytes="64KiB") as exporter:
         stranger, friend = peers.start(), peers.start()
         await stranger.call(steps.become, NOBODY, NOBODY)
-        with pytest.raises(Raised) as caught:
+        with pytest.raises(ProcessRaisedError) as caught:
             await stranger.call(steps.open_exporter, name, 1)
         assert caught.value.kind in {"AccessDeniedError", "NameInUseError"}
         await friend.call(steps.connect, name, 0)
@@ -278,7 +279,7 @@ async def test_a_secret_is_asked_for_and_never_told(peers: Peers) -> None:
     async with asyncvmm.open_exporter("pool", device="cpu", **options) as exporter:
         consumer = peers.start()
         for secret in ("", "open sesam", "open sesame!"):
-            with pytest.raises(Raised) as caught:
+            with pytest.raises(ProcessRaisedError) as caught:
                 await consumer.call(steps.connect, "pool", 0, {"secret": secret})
             assert caught.value.kind == "AccessDeniedError"
             assert "sesame" not in caught.value.text

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import asyncvmm
-from asyncvmm.testing import FakeDevice, FakePort, open_pair
+from asyncvmm.testing import Counters, FakeDevice, FakePort, ProcessRaisedError, open_pair
 from tests.process import steps
-from tests.process.counters import Counters
-from tests.process.harness import Peers, Raised, turns
+from tests.process.harness import Peers, turns
 from tests.process.patterns import features, note, wrong
 from tests.process.ports import UncopiablePort
 from tests.process.puppet import Me
@@ -188,7 +187,7 @@ async def test_one_that_cannot_map_at_all_does_not_get_in(peers: Peers) -> None:
     async with open_exporter(2) as exporter:
         first, second = peers.start(), peers.start()
         await first.call(steps.connect, "pool", 0)
-        with pytest.raises(Raised) as caught:
+        with pytest.raises(ProcessRaisedError) as caught:
             await second.call(steps.connect, "pool", 1, None, None, [0])
         assert caught.value.kind == "BackendError"
         assert caught.value.facts == {"call": "mmap", "code": "ENOMEM"}

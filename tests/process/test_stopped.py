@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import asyncvmm
+from asyncvmm.testing.counters import descriptors
 from tests.process import steps
-from tests.process.counters import descriptors
 from tests.process.harness import Peers, turns, until
 from tests.process.patterns import features, note
 
@@ -59,7 +59,7 @@ async def test_a_stopped_competitor_costs_its_share_and_nothing_else(
         assert holding(exporter)["first"] <= 3
         assert statistics.slots.quarantined == 0  # it has its socket, and it lives
         if end == "cont":
-            first.cont()
+            first.resume()
             left = await first.call(steps.statistics)
             await first.call(steps.take, left["unread"])
             await first.call(steps.give_back)
@@ -99,7 +99,7 @@ async def test_a_stopped_rank_makes_the_producer_wait_visibly(peers: Peers, end:
         assert holding(exporter) == {0: 6, 1: 0}
         assert not waiting.done()
         if end == "cont":
-            slow.cont()
+            slow.resume()
             await slow.call(steps.take, 6)
             await slow.call(steps.give_back)
         else:

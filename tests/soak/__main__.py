@@ -29,10 +29,10 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
+from asyncvmm.testing import Counters
 from tests.process import fuzz
 from tests.process.chaos import MISHAPS, Chaos
-from tests.process.counters import Counters
-from tests.process.harness import Nursery, Peers
+from tests.process.harness import Peers, fork_server
 from tests.soak.report import Report
 from tests.soak.stream import Stream
 
@@ -139,19 +139,17 @@ async def soak(options: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory(prefix="avmm-soak-") as name:
         folder = Path(name)
         os.environ["XDG_RUNTIME_DIR"] = name
-        nursery = Nursery(folder)
-        before = Counters.of().descriptors
-        try:
-            async with Peers(nursery, folder, deadline=100 * 3600) as peers:
+        with fork_server() as server:
+            before = Counters.of().descriptors
+            async with Peers(server, deadline=100 * 3600) as peers:
                 report = await Soak(peers, folder, options).run()
-        finally:
-            nursery.close()
+            after = Counters.of().descriptors
         names = os.listdir(folder / "asyncvmm") if (folder / "asyncvmm").exists() else []
     if names:
         report.problems.append(f"names were left in the socket folder: {names}")
     if left := [n for n in set(os.listdir("/dev/shm")) - shared if "asyncvmm" in n]:
         report.problems.append(f"names were left in shared memory: {left}")
-    if (after := Counters.of().descriptors) - before:
+    if after - before:
         report.problems.append(f"the soak itself had {before} and has {after}")
     return report
 

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+from asyncvmm.testing import Counters, Process
 from tests.process import steps
-from tests.process.counters import Counters
-from tests.process.harness import Peer, Peers
+from tests.process.harness import Peers
 from tests.soak.report import Look
 
 CHUNK = 2_000
@@ -58,7 +58,7 @@ class Stream:
         self._began = time.monotonic()
 
     @property
-    def ends(self) -> dict[str, Peer]:
+    def ends(self) -> dict[str, Process]:
         """Both processes by name."""
         return {"exporter": self.exporter, "consumer": self.consumer}
 

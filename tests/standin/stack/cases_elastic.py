@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from asyncvmm.testing import Process
 from tests.process import steps as common
-from tests.process.harness import Peer, Peers, until
+from tests.process.harness import Peers, until
 from tests.standin import Standin
 from tests.standin.stack import steps
 from tests.standin.stack.cases_handoff import send
@@ -19,7 +20,7 @@ LARGE = 3 << 19  # one of them fills most of a segment of 2 MiB
 ELASTIC: dict[str, Any] = {"pool_bytes": "2MiB", "max_pool_bytes": "6MiB", "shrink_after": 0.05}
 
 
-async def mapped(peer: Peer) -> int:
+async def mapped(peer: Process) -> int:
     ledger = await peer.call(steps.control, "ledger")
     return int(ledger[1])
 

@@ -11,8 +11,9 @@ import pytest
 
 import asyncvmm
 from asyncvmm._types import Route
+from asyncvmm.testing import ForkServer
 from tests.process.conftest import folder, nursery
-from tests.process.harness import Nursery, Peers
+from tests.process.harness import Peers
 from tests.standin import Standin
 from tests.standin.port import EXPORTS, READS, StandinPort
 
@@ -27,11 +28,11 @@ def _runtime_folder(folder: Path) -> None:
 
 
 @pytest.fixture
-async def peers(nursery: Nursery, folder: Path, driver: Standin) -> AsyncIterator[Peers]:
+async def peers(nursery: ForkServer, folder: Path, driver: Standin) -> AsyncIterator[Peers]:
     """Processes, gone and reaped before the ledger is looked at."""
-    async with Peers(nursery, folder) as peers:
+    async with Peers(nursery) as peers:
         yield peers
-        started = [*peers._peers]
+        started = [*peers._processes]
     for peer in started:
         peer.status()  # what a zombie holds is not given back
 

@@ -1,47 +1,24 @@
-"""Fakes for tests: fences that a test finishes by hand, and both ends in one event loop.
+"""A fake GPU: host memory whose fences a test finishes by hand.
 
-A :class:`FakeDevice` stands for a GPU: its memory is host memory, its streams are numbers, and
-the events on them are notes in two lists.  Every rule that orders work by events can be tried
-with it on any machine: a slot that must not come back yet, a readiness that must be waited for,
-a fence that can no longer be asked.
-
-::
-
-    device = FakeDevice(hold_release=True)
-    async with open_pair(port=FakePort(device)) as pair:
-        ack = await pair.exporter.send({"x": torch.ones(3)})
-        with await pair.consumer.receive() as batch:
-            batch[0]["x"]
-        ...                                  # the consumer let go, its "kernel" still runs
-        device.finish()
-        await ack
-
-Importing this module imports torch.
+A :class:`FakeDevice` stands for the GPU: its streams are numbers, and the events on them are notes
+in two lists.  Every rule that orders work by events can be tried with it on any machine: a slot
+that must not come back yet, a readiness that must be waited for, a fence that can no longer be
+asked.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from asyncvmm._backends.base import ConsumerRegion, ExporterRegion, Fence
 from asyncvmm._backends.memfd import HostConsumerRegion, HostExporterRegion
-from asyncvmm._consumer.consumer import Consumer
-from asyncvmm._consumer.opening import connect
 from asyncvmm._errors import ArgumentError, LocalProtocolError
-from asyncvmm._exporter.exporter import Exporter
-from asyncvmm._exporter.opening import open_exporter
-from asyncvmm._tensors import DevicePort
 from asyncvmm._tensors.host import HostPort
-from asyncvmm._types import Broadcast, RegionInfo, Route
-
-__all__ = ["FakeDevice", "FakePort", "HandDrivenFence", "Pair", "open_pair"]
+from asyncvmm._types import RegionInfo
 
 Kind = Literal["ready", "release"]
 
@@ -237,58 +214,3 @@ class FakePort(HostPort):
         if not isinstance(stream, int):
             raise ArgumentError(f"a fake stream is an int, got {stream!r}")
         return stream
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """An exporter and its consumers, in one event loop."""
-
-    exporter: Exporter
-    consumers: tuple[Consumer, ...]
-
-    @property
-    def consumer(self) -> Consumer:
-        """The first consumer."""
-        return self.consumers[0]
-
-
-@asynccontextmanager
-async def open_pair(
-    *,
-    consumers: int = 1,
-    route: Route | None = None,
-    port: DevicePort | None = None,
-    writable: bool = False,
-    prefetch: int = 2,
-    name: str | None = None,
-    **options: Any,
-) -> AsyncIterator[Pair]:
-    """Open an exporter and connect ``consumers`` of them, all in this process and loop.
-
-    ``route`` is ``Broadcast(consumers)`` unless given.  ``options`` go to ``open_exporter``.
-    The memory is host memory, or what ``port`` makes.  The consumers leave first; finish held
-    fences before that, for the exporter waits for them.
-    """
-    route = route or Broadcast(consumers)
-    name = name or f"@asyncvmm-pair-{os.getpid()}-{next(_numbers)}"
-    options.setdefault("pool_bytes", "1MiB")
-    options.setdefault("slots", 16)
-    async with AsyncExitStack() as stack:
-        exporter = await stack.enter_async_context(
-            open_exporter(name, device="cpu", route=route, writable=writable, _port=port, **options)
-        )
-        found = [
-            await stack.enter_async_context(
-                connect(
-                    name,
-                    device="cpu",
-                    rank=rank if isinstance(route, Broadcast) else None,
-                    prefetch=prefetch,
-                    writable=writable,
-                    _port=port,
-                )
-            )
-            for rank in range(consumers)
-        ]
-        await exporter.wait_attached(consumers)
-        yield Pair(exporter, tuple(found))

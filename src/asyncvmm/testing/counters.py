@@ -1,4 +1,4 @@
-"""What a process has of the kernel: descriptors, mappings, threads, memory."""
+"""What a process has of the kernel and of the driver."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+from asyncvmm._backends.events import budget
+
+_KINDS = {
+    "socket:": "socket",
+    "/memfd:": "memfd",
+    "anon_inode:[eventfd]": "eventfd",
+    "anon_inode:[pidfd]": "pidfd",
+    "pidfd:": "pidfd",  # since Linux 6.9 they have a file system of their own
+}
 
 
 @dataclass(frozen=True)
@@ -15,14 +25,14 @@ class Counters:
     descriptors: Counter[str]
     """By what they are: socket, memfd, eventfd, pidfd, other."""
     mappings: int
-    """Parts of pools that are mapped."""
+    """Parts of host pools that are mapped."""
     threads: int
     rss: int
     """Bytes of private memory that are present: shared pages are counted by their pools."""
 
     @classmethod
     def of(cls, pid: int | str = "self") -> Counters:
-        """Count what a process has now."""
+        """Count what a process has now; this one unless told otherwise."""
         statm = Path(f"/proc/{pid}/statm").read_text().split()
         return cls(
             descriptors=descriptors(pid),
@@ -34,21 +44,26 @@ class Counters:
 
 def descriptors(pid: int | str = "self") -> Counter[str]:
     """Count a process's descriptors by what they are."""
-    kinds = {"socket:": "socket", "/memfd:": "memfd", "anon_inode:[eventfd]": "eventfd",
-             "anon_inode:[pidfd]": "pidfd", "pidfd:": "pidfd"}  # fmt: skip
     found = Counter[str]()
     for name in os.listdir(f"/proc/{pid}/fd"):
         try:
             target = os.readlink(f"/proc/{pid}/fd/{name}")
         except FileNotFoundError:  # the one that listdir itself had open
             continue
-        found[
-            next((kind for start, kind in kinds.items() if target.startswith(start)), "other")
-        ] += 1
+        kinds = (kind for start, kind in _KINDS.items() if target.startswith(start))
+        found[next(kinds, "other")] += 1
     return found
 
 
 def pool_mappings(pid: int | str = "self") -> list[str]:
-    """Return the lines of a process's memory map that are parts of pools."""
+    """Return the lines of a process's memory map that are parts of host pools."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return [line for line in lines if "/memfd:asyncvmm-pool" in line]
+
+
+def live_events() -> int:
+    """Return how many interprocess CUDA events this process has, its own and opened ones.
+
+    It can hold 4,096; a steady stream makes none.
+    """
+    return budget.live
