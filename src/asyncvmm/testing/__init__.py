@@ -27,7 +27,11 @@ test::
             for number in range(count):
                 features = {"x": fill(torch.empty(1000), owner=number, generation=0)}
                 acks.append(await exporter.send(features, key=number, require="none"))
-            return [(await ack).complete for ack in acks]
+            complete = []
+            for ack in acks:
+                complete.append((await ack).complete)
+                here.tell("back")
+            return complete
 
     async def decode(here: Here, name: str, count: int) -> None:
         """The consumer: looks at what it receives, and stands still before it lets go."""
@@ -45,6 +49,7 @@ test::
             decoding = decoder.begin(decode, name, 2)
             assert await decoder.at("looked") == {"key": 0}
             decoder.go("looked")
+            await encoder.at("back")
             assert await decoder.at("looked") == {"key": 1}
             await decoder.killed()
             assert await encoding == [True, False, False]
