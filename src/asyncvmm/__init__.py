@@ -11,6 +11,7 @@ from asyncvmm._consumer.statistics import ConsumerState as ConsumerState
 from asyncvmm._errors import AccessDeniedError as AccessDeniedError
 from asyncvmm._errors import ArgumentError as ArgumentError
 from asyncvmm._errors import AsyncVMMError as AsyncVMMError
+from asyncvmm._errors import AttentionGroupError as AttentionGroupError
 from asyncvmm._errors import BackendError as BackendError
 from asyncvmm._errors import ClosedError as ClosedError
 from asyncvmm._errors import DeliveryError as DeliveryError
@@ -43,6 +44,18 @@ from asyncvmm._exporter.statistics import ConsumerStatistics as ConsumerStatisti
 from asyncvmm._exporter.statistics import OwnerStatistics as OwnerStatistics
 from asyncvmm._exporter.statistics import PoolStatistics as PoolStatistics
 from asyncvmm._exporter.statistics import SlotCounts as SlotCounts
+from asyncvmm._groups import AttentionGroup as AttentionGroup
+from asyncvmm._ticket import OwnerTicket as OwnerTicket
+from asyncvmm._ticket import Ticket as Ticket
+from asyncvmm._ticket import Tickets as Tickets
+from asyncvmm._ticket_errors import BorrowedTicketError as BorrowedTicketError
+from asyncvmm._ticket_errors import ForeignTicketError as ForeignTicketError
+from asyncvmm._ticket_errors import LostTicketError as LostTicketError
+from asyncvmm._ticket_errors import PackedReleaseError as PackedReleaseError
+from asyncvmm._ticket_errors import RefusedTicketError as RefusedTicketError
+from asyncvmm._ticket_errors import ReleasedTicketError as ReleasedTicketError
+from asyncvmm._ticket_errors import StaleTicketError as StaleTicketError
+from asyncvmm._ticket_errors import TicketError as TicketError
 from asyncvmm._types import Broadcast as Broadcast
 from asyncvmm._types import Compete as Compete
 from asyncvmm._types import Group as Group
@@ -56,8 +69,11 @@ __all__ = [
     "Acknowledgement",
     "ArgumentError",
     "AsyncVMMError",
+    "AttentionGroup",
+    "AttentionGroupError",
     "BackendError",
     "Batch",
+    "BorrowedTicketError",
     "Broadcast",
     "ClosedError",
     "Compete",
@@ -70,28 +86,38 @@ __all__ = [
     "Explanation",
     "Exporter",
     "ExporterNotFoundError",
+    "ForeignTicketError",
     "ForkError",
     "Group",
     "HandshakeError",
     "InvalidTensorError",
     "LocalProtocolError",
+    "LostTicketError",
     "NameInUseError",
     "Obstacle",
     "Outcome",
     "Owner",
     "OwnerStatistics",
+    "OwnerTicket",
     "OwnerTooLargeError",
     "OwnersOutstandingWarning",
+    "PackedReleaseError",
     "PeerLostError",
     "PoolMemoryError",
     "PoolStatistics",
     "ProtocolError",
     "RankError",
+    "RefusedTicketError",
     "ReleasedError",
+    "ReleasedTicketError",
     "RemoteProtocolError",
     "Reservation",
     "SlotCounts",
+    "StaleTicketError",
     "TensorSpec",
+    "Ticket",
+    "TicketError",
+    "Tickets",
     "VersionMismatchError",
     "WouldBlock",
     "WritableOwner",

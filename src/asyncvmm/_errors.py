@@ -6,6 +6,7 @@
       ArgumentError          (ValueError)  an argument that can never work
         InvalidTensorError                 a feature that cannot be packed        .feature
         OwnerTooLargeError                 larger than the pool can ever be       .needed .limit
+        AttentionGroupError                ranks that do not exist  .start .end .consumer_count
       ClosedError            (anyio.ClosedResourceError)  this side closed it
       EndOfStream            (anyio.EndOfStream)          the exporter said goodbye
       WouldBlock             (anyio.WouldBlock)           a *_nowait call found nothing
@@ -21,6 +22,14 @@
         RemoteProtocolError                they broke the rules: the link is dropped
       DeliveryError                        not every consumer let go in order     .outcome
       ReleasedError                        an owner was used after it was given back
+      TicketError  (_ticket_errors.py)     a ticket cannot be redeemed
+        ForeignTicketError                 another exporter made it       .made_by .attached_to
+        StaleTicketError                   its owner is over              .slot .generation
+        RefusedTicketError                 forged, or not for this consumer       .reason
+        BorrowedTicketError                this consumer holds its owner already
+        ReleasedTicketError (ReleasedError)    released here without having been copied
+        LostTicketError     (PeerLostError)    its exporter is gone
+        PackedReleaseError  (RuntimeError)     one member cannot be released alone
       DescriptorLimitError                 the open-file limit cut a descriptor   .limit .used
       ForkError                            used in a process it was not made in   .made_in .used_in
       BackendError                         memory or driver failed                .call .code
@@ -81,6 +90,26 @@ class OwnerTooLargeError(ArgumentError):
         )
         self.needed = needed
         self.limit = limit
+
+
+class AttentionGroupError(ArgumentError):
+    """An attention group that reaches past the ranks of the route.
+
+    The group is ``range(start, end)``; ranks are ``range(consumer_count)``.
+    """
+
+    def __init__(self, start: int, end: int, consumer_count: int) -> None:
+        super().__init__(
+            f"attention group range [{start}, {end}) is outside consumer_count={consumer_count}"
+        )
+        self.start = start
+        self.end = end
+        self.consumer_count = consumer_count
+        self.add_note(
+            f"the exporter was opened for {consumer_count} ranks, and others are running; open it "
+            f"with Broadcast(consumer_count) of the ranks that take part, at least {end} here, "
+            f"and open it anew when the world size changes"
+        )
 
 
 class ClosedError(AsyncVMMError, anyio.ClosedResourceError):

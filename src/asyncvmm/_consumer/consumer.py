@@ -16,6 +16,7 @@ from asyncvmm._consumer.leases import Leases
 from asyncvmm._consumer.lingering import Lingering
 from asyncvmm._consumer.loss import anew, loss
 from asyncvmm._consumer.owner import Batch
+from asyncvmm._consumer.redeeming import Redeeming
 from asyncvmm._consumer.statistics import ConsumerState, report
 from asyncvmm._core import wire
 from asyncvmm._core.consumer import ConsumerCore
@@ -41,7 +42,7 @@ GOODBYE_SECONDS = 2.0
 """How long a leaving consumer waits for the exporter's goodbye, and then for it to hang up."""
 
 
-class Consumer(ObjectReceiveStream[Batch]):
+class Consumer(Redeeming, ObjectReceiveStream[Batch]):
     """A stream of batches; open one with ``connect``.
 
     Iterate over it, or call :meth:`receive`.  It is an anyio ``ObjectReceiveStream``.  Several
@@ -56,10 +57,12 @@ class Consumer(ObjectReceiveStream[Batch]):
         core: ConsumerCore,
         link: Link,
     ) -> None:
+        super().__init__()
         self.member = member
         self.device = port.device
         self._core = core
         self._region = region
+        self._port = port
         self._link = link
         self._watch: DeathWatch | None = None
         self._attached = False
@@ -67,7 +70,6 @@ class Consumer(ObjectReceiveStream[Batch]):
         self._leases = Leases(core, region, port, self._pump, self._loop)
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._on_news: Callable[[], None] = lambda: None  # receive_nowait may say something new
-        self._told: list[asyncio.Future[None]] = []  # wait for goodbye, loss or segments
         self._lost: AsyncVMMError | None = None
         self._closed = False
         self._forked = False
@@ -144,10 +146,14 @@ class Consumer(ObjectReceiveStream[Batch]):
                 self._map(message, fds)
             elif isinstance(message, wire.Unmap):
                 self._unmap(message.index)
+            elif isinstance(message, wire.Denied):
+                core.denied(message)
             else:
                 core.goodbye(message)
                 self._tell()
                 self._wake_all()
+        if core.answers:
+            self._take_answers()
         if core.outgoing:
             self._pump()
         for _ in range(delivered):
@@ -183,6 +189,7 @@ class Consumer(ObjectReceiveStream[Batch]):
         if self._core.ended and isinstance(end, PeerLostError):
             self._core.state = PeerState.CLOSED
             self._pump()
+            self._wake_redeemers()
         else:
             self._lose(end)
 
@@ -220,23 +227,7 @@ class Consumer(ObjectReceiveStream[Batch]):
         self._wake()
         while self._waiters:
             self._wake()
-
-    def _tell(self) -> None:
-        told, self._told = self._told, []
-        for future in told:
-            if not future.done():
-                future.set_result(None)
-
-    async def _until(self, segments: int | None = None) -> None:
-        """Wait for the exporter's goodbye, its loss, or a number of mapped segments."""
-        while self._lost is None and not self._core.ended:
-            if segments is not None and self._core.segment_count >= segments:
-                return
-            if self._core.state is PeerState.CLOSED:
-                return
-            future = self._loop.create_future()
-            self._told.append(future)
-            await future
+        self._wake_redeemers()
 
     def _pump(self) -> None:
         core, outgoing = self._core, self._core.outgoing

@@ -25,6 +25,7 @@ from asyncvmm._errors import BackendError, PeerLostError, ReleasedError
 from asyncvmm._tensors import DevicePort
 
 if TYPE_CHECKING:
+    from asyncvmm._tensors.local import KeptCopy
     from asyncvmm._tensors.plan import Tensor
 
 logger = logging.getLogger("asyncvmm.consumer")
@@ -84,6 +85,14 @@ class Leases:
         """Copy the whole owner with one copy."""
         holder = self._open(lease)
         return self._port.clone(holder, lease.frame.nbytes, lease.frame.features)
+
+    def local(self, lease: Lease) -> Callable[[], KeptCopy]:
+        """Return what copies the whole owner; for host memory it may run in any thread."""
+        from asyncvmm._tensors.local import LocalCopy  # imports torch, as the port has before
+
+        holder, frame = self._open(lease), lease.frame
+        clone = self._port.clone
+        return lambda: LocalCopy.make(clone(holder, frame.nbytes, frame.features), frame.features)
 
     def _open(self, lease: Lease) -> object:
         region, frame = self._region, lease.frame
@@ -145,6 +154,14 @@ class Leases:
                 self._pump()
             else:
                 self.settle_later(lease)
+
+    def put_back(self, lease: Lease) -> None:
+        """Have the exporter take back an owner that a ticket was redeemed for, as unread."""
+        if not lease.done:
+            lease.say_done()
+            lease.done = True
+            del self.live[lease.frame.slot]
+            self._core.put_back(lease.frame)
 
     def force(self, lease: Lease) -> None:
         """Give it back whatever views are alive."""

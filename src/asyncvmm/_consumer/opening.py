@@ -148,6 +148,7 @@ class connect:
         core = ConsumerCore(info, competes=not welcome.consumer_count)
         if self._timeline is not None:
             core = TracedCore(welcome, self._hello, self._timeline)
+        core.consumer_count, core.exporter = welcome.consumer_count, welcome.exporter
         port = self._port
         if port is None:
             port = await asyncio.to_thread(open_port, self._device, kind=info.kind)
@@ -157,6 +158,7 @@ class connect:
             consumer = Consumer(member, port, region, core, handshake.link)
             if self._timeline is not None:
                 follow(consumer._leases, self._timeline)
+            consumer.exporter_name = handshake.name
             handshake.hand_over(consumer)
             await consumer._until(segments=welcome.segments)
             if consumer._lost is not None:
@@ -188,7 +190,7 @@ class _Handshake:
     def __init__(self, name: str) -> None:
         self.link: Link
         self.watch: DeathWatch | None = None
-        self._name = name
+        self.name = name
         self._consumer: Consumer | None = None
         self._answer: wire.Greeting | None = None
         self._error: Exception | None = None
@@ -241,9 +243,9 @@ class _Handshake:
             raise_rejection(self._answer)
         if self._answer is not None:
             raise RemoteProtocolError(
-                f"the exporter {self._name!r} answered a hello with a {type(self._answer).__name__}"
+                f"the exporter {self.name!r} answered a hello with a {type(self._answer).__name__}"
             )
-        raise loss(self._error, f"the exporter {self._name!r} hung up during the handshake")
+        raise loss(self._error, f"the exporter {self.name!r} hung up during the handshake")
 
     def hand_over(self, consumer: Consumer) -> None:
         """Give the link to the consumer, and read on."""

@@ -11,31 +11,29 @@ Nothing else comes out.  The numbers in comments are the invariants of docs/desi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from asyncvmm._core import wire
-from asyncvmm._core.holdings import Holdings
-from asyncvmm._core.ledger import ANYBODY, NOBODY, BatchRecord, Peer, PeerState, Record, Tally
-from asyncvmm._core.routing import Competitors, Ranks
+from asyncvmm._core.ledger import ANYBODY, BatchRecord, Peer, PeerState, Record
+from asyncvmm._core.routing import Competitors, Ranks, To
 from asyncvmm._core.slots import HELD
+from asyncvmm._core.ticketing import Ticketing
 from asyncvmm._errors import ArgumentError, ClosedError, LocalProtocolError
-from asyncvmm._types import Broadcast, Group, Key, Route
+from asyncvmm._types import Broadcast, Key, Route
 
 CONNECTING, OPEN, CLOSING, CLOSED = PeerState
 
 
-class ExporterCore(Holdings):
+class ExporterCore(Ticketing):
     """Loans, peers and routes joined; see the module's own rules."""
 
     def __init__(self, *, slots: int, route: Route) -> None:
         super().__init__(slots)
-        self.outgoing: list[tuple[int, bytes]] = []
         self.route: Ranks | Competitors
         if isinstance(route, Broadcast):
             self.route = Ranks(route.consumer_count)
         else:
             self.route = Competitors()
-        self.tally = Tally()
         self.closing = False
         self._goodbye = wire.encode(wire.Goodbye())
         self._next_peer = 0
@@ -49,14 +47,19 @@ class ExporterCore(Holdings):
         key: Key,
         features: list[wire.Feature],
         metadata: bytes = b"",
-        to: Group | Iterable[int] | int | None = None,
+        to: To = None,
         ready: bytes = b"",
+        proof: bytes = b"",
     ) -> None:
-        """Publish one owner as a batch of its own; on an error the loan goes on."""
-        ranks = self._check_publish(to)
-        self._publish((record,), [self._describe(record, key, features, metadata, ready)], ranks)
+        """Publish one owner as a batch of its own; on an error the loan goes on.
 
-    def check_narrowing(self, to: Group | Iterable[int] | int | None) -> None:
+        With a ``proof`` it is exported: held for those who redeem its ticket.
+        """
+        ranks = self._check_publish(to)
+        described = self._describe(record, key, features, metadata, ready)
+        self._publish((record,), [described], ranks, proof)
+
+    def check_narrowing(self, to: To) -> None:
         """Refuse a ``to`` that this route can never serve."""
         self.route.targets(to)
 
@@ -64,7 +67,7 @@ class ExporterCore(Holdings):
         self,
         owners: Sequence[tuple[Record, Key, list[wire.Feature], bytes, bytes]],
         *,
-        to: Group | Iterable[int] | int | None = None,
+        to: To = None,
     ) -> None:
         """Publish owners that become ready together; all or nothing."""
         ranks = self._check_publish(to)
@@ -75,7 +78,7 @@ class ExporterCore(Holdings):
             raise LocalProtocolError(f"an owner is twice in one batch: {records!r}")
         self._publish(records, [self._describe(*owner) for owner in owners], ranks)
 
-    def _check_publish(self, to: Group | Iterable[int] | int | None) -> tuple[int, ...]:
+    def _check_publish(self, to: To) -> tuple[int, ...]:
         if self.closing:
             raise ClosedError("the exporter is closing and takes no new owners")
         return self.route.targets(to)
@@ -101,6 +104,7 @@ class ExporterCore(Holdings):
         records: Sequence[Record],
         frames: list[wire.OwnerFrame],
         ranks: tuple[int, ...],
+        proof: bytes = b"",
     ) -> None:
         data = wire.encode(wire.Deliver(frames))  # the last line that may raise (inv. 13)
         self.tally.batches += 1
@@ -109,6 +113,9 @@ class ExporterCore(Holdings):
             self.slots.move(record.slot, HELD)
             record.batch = batch
         route = self.route
+        if proof:
+            self._expect(records[0], frozenset[Key](ranks) or ANYBODY, proof)
+            return
         if isinstance(route, Competitors):
             route.pending.append(batch)
             for record in records:
@@ -124,6 +131,12 @@ class ExporterCore(Holdings):
                     record.waiting |= {rank}
                 route.keep(rank, batch)
 
+    def _seat(self, member: Key) -> Peer | None:
+        if not isinstance(self.route, Ranks):
+            return None
+        peer = self.route.seats.get(int(member))
+        return peer if peer is not None and peer.state is OPEN else None
+
     def _assign(self) -> None:
         """Hand out what is pending; when closing, tell those to whom nothing can come any more."""
         route = self.route
@@ -136,19 +149,6 @@ class ExporterCore(Holdings):
             for peer in self.peers.values():
                 if peer.state is OPEN:
                     self._tell(peer)
-
-    def _deliver(self, peer: Peer, batch: BatchRecord) -> None:
-        for record in batch.records:
-            if record.waiting is ANYBODY:
-                record.waiting = NOBODY
-            elif record.waiting:
-                record.waiting -= {peer.member}
-            record.holders.add(peer.id)
-            peer.holds[record.slot] = record
-            if record.ready and record.slot not in peer.knows:
-                peer.knows.add(record.slot)
-                self.outgoing.append((peer.id, wire.encode(wire.Ready(record.slot, record.ready))))
-        self.outgoing.append((peer.id, batch.data))
 
     def _tell(self, peer: Peer) -> None:
         """Say goodbye to a peer, once."""
@@ -173,6 +173,7 @@ class ExporterCore(Holdings):
         peer.state = OPEN
         for batch in self.route.sit(peer):
             self._deliver(peer, batch)
+        self._expect_of(peer)
         self._assign()
 
     def receive(self, peer_id: int, messages: Sequence[wire.FromConsumer]) -> None:
@@ -188,6 +189,9 @@ class ExporterCore(Holdings):
             if isinstance(message, wire.Goodbye):
                 self._left(peer)
                 continue
+            if isinstance(message, (wire.Redeem, wire.Waive)):
+                self._show(peer, message)
+                continue
             record = peer.find(message.slot, message.generation)
             if record is None:
                 self.tally.stale += 1
@@ -199,6 +203,8 @@ class ExporterCore(Holdings):
                 self._let_go(peer, record)
             elif isinstance(message, wire.Take):
                 self._taken(peer, record)
+            elif isinstance(message, wire.PutBack):
+                self._take_back(peer, record)
             else:
                 self.tally.refused += 1
                 record.refused += ((peer.member, message.reason),)
@@ -214,6 +220,7 @@ class ExporterCore(Holdings):
                 self.tally.lost += 1
                 record.lost += (peer.member,)
                 self._let_go(peer, record)
+            self._unredeemed(peer)
             self._close(peer)
             self._assign()
         self._bury(peer_id)
@@ -224,6 +231,7 @@ class ExporterCore(Holdings):
         if peer is None:
             return
         self.route.leave(peer)
+        self._unredeemed(peer, why="it lost its link before it redeemed its ticket")
         self._miss(peer)
         self._assign()
 
@@ -231,6 +239,7 @@ class ExporterCore(Holdings):
         """A goodbye: what it had not taken goes to others; it may still release the rest."""
         self.route.leave(peer)
         self._put_back(peer)
+        self._unredeemed(peer, why="it left without redeeming its ticket")
         if peer.state is not CLOSING:
             self._tell(peer)
         peer.state = CLOSING
@@ -278,7 +287,8 @@ class ExporterCore(Holdings):
         self._assign()
 
     def give_up_waiting(self) -> None:
-        """Settle what waits for members that never attached, as refused."""
+        """Settle what waits for members that never attached or redeemed, as refused."""
+        self._give_up_tickets()
         for member, batch in self.route.give_up():
             for record in batch.records:
                 self.tally.refused += 1

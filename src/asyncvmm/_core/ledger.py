@@ -41,11 +41,13 @@ class Record:
     __slots__ = (
         "acknowledgement",
         "batch",
+        "exported",
         "generation",
         "holders",
         "key",
         "lost",
         "nbytes",
+        "proof",
         "ready",
         "refused",
         "released",
@@ -63,6 +65,8 @@ class Record:
         self.nbytes = nbytes
         self.key: Key = 0
         self.batch: BatchRecord | None = None
+        self.exported = False  # held for those who show a ticket, not streamed
+        self.proof = b""  # what they must show; empty from its cancellation on
         self.ready = b""  # the slot's ready event, for peers that have not seen it
         self.holders: set[int] = set()  # peer ids
         # Most of these stay empty, and making an empty tuple costs nothing.
@@ -112,6 +116,8 @@ class Tally:
     """What happened so far, for statistics.  Owners count once per consumer addressed."""
 
     batches: int = 0
+    exported: int = 0
+    cancelled: int = 0
     released: int = 0
     refused: int = 0
     lost: int = 0
@@ -126,6 +132,7 @@ class Peer:
 
     __slots__ = (
         "absent",
+        "expected",
         "holds",
         "id",
         "knows",
@@ -145,6 +152,7 @@ class Peer:
         self.state = PeerState.CONNECTING
         self.absent = False  # its link is gone, its process lives, and it holds something
         self.holds: dict[int, Record] = {}  # slot -> record, in order of delivery
+        self.expected: dict[int, Record] = {}  # slot -> exported owner it has not redeemed
         self.untaken: dict[int, BatchRecord] = {}  # number -> batch (Compete)
         self.knows: set[int] = set()  # slots whose ready event it has
         self.told = False  # it has our goodbye: nothing more may be delivered to it

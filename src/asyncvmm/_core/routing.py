@@ -10,10 +10,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from asyncvmm._core.ledger import ANYONE, BatchRecord, Peer, PeerState
 from asyncvmm._errors import ArgumentError, RankError
+from asyncvmm._groups import AttentionGroup
 from asyncvmm._types import Group, Key, check_ranks
+
+To: TypeAlias = Group | AttentionGroup | Iterable[int] | int | None
+"""Which of a Broadcast's ranks a batch is for; None is all of them."""
 
 
 class Ranks:
@@ -55,10 +60,12 @@ class Ranks:
             )
         return rank
 
-    def targets(self, to: Group | Iterable[int] | int | None) -> tuple[int, ...]:
+    def targets(self, to: To) -> tuple[int, ...]:
         """Return the ranks a batch is for; refuse ranks that do not exist."""
         if to is None:
             return self._all
+        if isinstance(to, AttentionGroup):
+            return tuple(to.ranks(self.consumer_count))
         if isinstance(to, Group):
             ranks = to.ranks
         else:

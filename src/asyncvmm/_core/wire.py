@@ -17,6 +17,10 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from asyncvmm._core.ticket_messages import Denied as Denied
+from asyncvmm._core.ticket_messages import PutBack as PutBack
+from asyncvmm._core.ticket_messages import Redeem as Redeem
+from asyncvmm._core.ticket_messages import Waive as Waive
 from asyncvmm._errors import ArgumentError, RemoteProtocolError, VersionMismatchError
 from asyncvmm._types import RegionInfo, SegmentInfo
 
@@ -167,8 +171,8 @@ class Goodbye(msgspec.Struct, array_like=True, frozen=True, tag=11):
     reason: _Text = ""
 
 
-FromConsumer: TypeAlias = Take | Release | Refuse | Goodbye
-FromExporter: TypeAlias = Segment | Unmap | Ready | Deliver | Goodbye
+FromConsumer: TypeAlias = Take | Release | Refuse | Goodbye | Redeem | Waive | PutBack
+FromExporter: TypeAlias = Segment | Unmap | Ready | Deliver | Goodbye | Denied
 Greeting: TypeAlias = Hello | Welcome | Rejected | Attached
 Message: TypeAlias = Greeting | FromConsumer | FromExporter
 

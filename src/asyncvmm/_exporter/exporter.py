@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from asyncvmm._core.routing import To
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
 from asyncvmm._exporter.explaining import Explanation, explain
-from asyncvmm._exporter.lending import Lending, To
+from asyncvmm._exporter.exporting import Exporting
 from asyncvmm._exporter.reporting import report
 from asyncvmm._exporter.reservation import Reservation
 from asyncvmm._exporter.statistics import PoolStatistics
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Tensor
 
 
-class Exporter(Lending):
+class Exporter(Exporting):
     """Owns a bounded pool and hands out chunks of it; open one with ``open_exporter``.
 
     Every method is to be called on the event loop it was opened on.  Everything awaited here may

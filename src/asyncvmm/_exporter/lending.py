@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.ledger import Record
+from asyncvmm._core.routing import To
 from asyncvmm._core.wire import check_key
 from asyncvmm._errors import (
     ArgumentError,
@@ -32,6 +33,7 @@ from asyncvmm._exporter.reporting import Counters
 from asyncvmm._exporter.reservation import Terms, pack_metadata
 from asyncvmm._exporter.room import Room
 from asyncvmm._fds import close_after_fork
+from asyncvmm._groups import AttentionGroup
 from asyncvmm._tensors import DevicePort
 from asyncvmm._types import Group, Key
 
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Plan, Tensor
 
 logger = logging.getLogger("asyncvmm.exporter")
-
-To = Group | Iterable[int] | int | None
 
 
 class Lending:
@@ -103,11 +103,12 @@ class Lending:
         if key is not None:
             check_key(key)
         if to is not None:
-            if not isinstance(to, int | Group | Iterable):
+            if not isinstance(to, int | Group | AttentionGroup | Iterable):
                 raise ArgumentError(
                     f"to={to!r:.80} names no ranks; give a rank, several, or asyncvmm.Group(...)"
                 )
-            to = to if isinstance(to, int | Group) else tuple(to)
+            if isinstance(to, Iterable):
+                to = tuple(to)
             self._core.check_narrowing(to)
         if require not in ("all", "any", "none"):
             raise ArgumentError(f"require={require!r} is unknown; give 'all', 'any' or 'none'")
@@ -187,6 +188,7 @@ class Lending:
             metadata=terms.metadata,
             to=terms.to,
             ready=ready,
+            proof=terms.proof,
         )
         ack = Acknowledgement(key, terms.require)
         record.acknowledgement = ack

@@ -70,6 +70,8 @@ def report(exporter: Exporter) -> PoolStatistics:
         copied_bytes=counters.copied_bytes,
         copies=counters.copies,
         fallbacks=counters.fallbacks,
+        exported=core.tally.exported,
+        cancelled=core.tally.cancelled,
         owners=tuple(_owner(exporter, record, now) for record in records),
         consumers=tuple(_consumer(exporter, peer, now) for peer in core.peers.values()),
     )
@@ -86,6 +88,7 @@ def _owner(exporter: Exporter, record: Record, now: float) -> OwnerStatistics:
         age=now - record.stamp if record.stamp else 0.0,
         held_by=tuple(core.peers[holder].member for holder in sorted(record.holders)),
         waiting_for=tuple(sorted(record.waiting, key=str)),
+        exported=record.exported,
     )
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from asyncvmm._core.ledger import Record
+from asyncvmm._core.routing import To
 from asyncvmm._core.wire import MESSAGE_LIMIT
 from asyncvmm._errors import ArgumentError, LocalProtocolError, ReleasedError
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
-from asyncvmm._types import Group, Key
+from asyncvmm._types import Key
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Plan, Tensor
@@ -40,19 +41,20 @@ class Lender(Protocol):
 class Terms:
     """Under what name, for whom and with what note an owner is published."""
 
-    __slots__ = ("key", "metadata", "require", "to")
+    __slots__ = ("key", "metadata", "proof", "require", "to")
 
     def __init__(
         self,
         key: Key | None,
         metadata: bytes,
-        to: Group | Iterable[int] | int | None,
+        to: To,
         require: Require,
     ) -> None:
         self.key = key
         self.metadata = metadata
         self.to = to
         self.require: Require = require
+        self.proof = b""  # of the tickets it is exported by; empty for one that is streamed
 
 
 def pack_metadata(metadata: object) -> bytes:

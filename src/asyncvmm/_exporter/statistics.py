@@ -34,7 +34,9 @@ class OwnerStatistics:
     held_by: tuple[Key, ...]
     """Consumers that have it and have not let go."""
     waiting_for: tuple[Key, ...]
-    """Ranks that have not attached yet; "*" is any free competitor."""
+    """Ranks that have not attached, or not redeemed their ticket; "*" is any competitor."""
+    exported: bool
+    """True if it is held for those who redeem a ticket, and not streamed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,10 @@ class PoolStatistics:
     """Payload bytes that ``send`` copied in; views and reservations copy none."""
     copies: int
     fallbacks: int
+    exported: int
+    """Owners published by ticket; they are among ``published``."""
+    cancelled: int
+    """Of those: withdrawn before everybody had redeemed them."""
     owners: tuple[OwnerStatistics, ...]
     """Those that are out, oldest first."""
     consumers: tuple[ConsumerStatistics, ...]

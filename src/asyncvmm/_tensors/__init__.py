@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from asyncvmm._backends.base import ConsumerRegion, ExporterRegion
@@ -56,6 +57,9 @@ class DevicePort(Protocol):
     def stream_of(self, stream: object) -> int:
         """Return the number of a stream given as a torch stream, a number, or None (current)."""
 
+    def using(self, stream: int) -> AbstractContextManager[object]:
+        """Make a stream the current one of this thread."""
+
     def copies_slowly(self, plan: Plan) -> bool:
         """Say whether copying the plan in would keep the loop too long."""
 
@@ -70,6 +74,9 @@ class DevicePort(Protocol):
 
     def clone(self, holder: object, nbytes: int, features: Sequence[Feature]) -> dict[str, Tensor]:
         """Copy the whole owner in one copy; the features are views of the copy."""
+
+    def copies_out_slowly(self, nbytes: int) -> bool:
+        """Say whether cloning an owner of this size would keep the loop too long."""
 
 
 def preload(device: str) -> None:

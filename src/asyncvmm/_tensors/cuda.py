@@ -143,7 +143,7 @@ class CudaPort:
         chosen = self._stream(stream)
         others: list[int] = []
         moved: dict[int, Tensor] = {}
-        with self._on(stream):
+        with self.using(stream):
             for index, source in enumerate(plan.tensors):
                 size = plan.sizes[index]
                 if not size:
@@ -217,6 +217,10 @@ class CudaPort:
         whole = self.view(holder, 0, Feature("", "uint8", (nbytes,)))
         return split(whole.clone(), features)
 
+    def copies_out_slowly(self, nbytes: int) -> bool:
+        """Return False: the copy is queued, and the host waits for nothing."""
+        return False
+
     def _stream(self, stream: int) -> torch.cuda.Stream:
         """Return torch's object for a stream's number; making one takes longer than a copy."""
         found = self._streams.get(stream)
@@ -228,7 +232,7 @@ class CudaPort:
             self._streams[stream] = found
         return found
 
-    def _on(self, stream: int) -> AbstractContextManager[object]:
+    def using(self, stream: int) -> AbstractContextManager[object]:
         """Make ``stream`` current if it is not; worker threads have another current stream."""
         if stream != self.current_stream():
             return torch.cuda.stream(self._stream(stream))

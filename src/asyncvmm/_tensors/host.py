@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -77,6 +78,10 @@ class HostPort:
         """Return 0: host memory has no stream."""
         return 0
 
+    def using(self, stream: int) -> AbstractContextManager[object]:
+        """Do nothing: host memory has no stream."""
+        return nullcontext()
+
     def copies_slowly(self, plan: Plan) -> bool:
         """Say whether the copy should leave the loop."""
         return plan.nbytes >= OFFLOAD_BYTES or not all(t.is_cpu for t in plan.tensors)
@@ -138,6 +143,10 @@ class HostPort:
         """Copy the whole owner in one copy into memory of this process alone."""
         local = torch.frombuffer(holder, dtype=torch.uint8, count=nbytes).clone()
         return split(local, features)
+
+    def copies_out_slowly(self, nbytes: int) -> bool:
+        """Say whether the copy should leave the loop."""
+        return nbytes >= OFFLOAD_BYTES
 
 
 def split(local: Tensor, features: Sequence[Feature]) -> dict[str, Tensor]:

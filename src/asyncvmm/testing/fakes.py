@@ -9,7 +9,8 @@ asked.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import msgspec
@@ -206,6 +207,15 @@ class FakePort(HostPort):
     def current_stream(self) -> int:
         """Return the device's current stream."""
         return self.gpu.stream
+
+    @contextmanager
+    def using(self, stream: int) -> Iterator[None]:
+        """Make a stream the device's current one for a while."""
+        before, self.gpu.stream = self.gpu.stream, stream
+        try:
+            yield
+        finally:
+            self.gpu.stream = before
 
     def stream_of(self, stream: object) -> int:
         """Return a stream given as a number, or the current one for None."""

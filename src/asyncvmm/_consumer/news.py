@@ -1,0 +1,37 @@
+"""Waiting for what a consumer's link says: a goodbye, a loss, the segments of a pool."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncvmm._core.consumer import ConsumerCore
+from asyncvmm._core.ledger import PeerState
+from asyncvmm._errors import AsyncVMMError
+
+
+class News:
+    """The part of a consumer that wakes those who wait for such news."""
+
+    _core: ConsumerCore
+    _loop: asyncio.AbstractEventLoop
+    _lost: AsyncVMMError | None
+
+    def __init__(self) -> None:
+        self._told: list[asyncio.Future[None]] = []
+
+    def _tell(self) -> None:
+        told, self._told = self._told, []
+        for future in told:
+            if not future.done():
+                future.set_result(None)
+
+    async def _until(self, segments: int | None = None) -> None:
+        """Wait for the exporter's goodbye, its loss, or a number of mapped segments."""
+        while self._lost is None and not self._core.ended:
+            if segments is not None and self._core.segment_count >= segments:
+                return
+            if self._core.state is PeerState.CLOSED:
+                return
+            future = self._loop.create_future()
+            self._told.append(future)
+            await future

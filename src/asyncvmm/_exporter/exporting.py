@@ -1,0 +1,114 @@
+"""Publishing owners that are not streamed: they are held for whoever shows a ticket of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+from asyncvmm._core.ledger import Record
+from asyncvmm._core.routing import To
+from asyncvmm._errors import ForkError
+from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
+from asyncvmm._exporter.lending import Lending
+from asyncvmm._exporter.reservation import Terms
+from asyncvmm._ticket import PROOF_BYTES, OwnerTicket, Ticket, Tickets, check_owner
+from asyncvmm._ticket_errors import ForeignTicketError
+from asyncvmm._types import Key
+
+if TYPE_CHECKING:
+    from asyncvmm._tensors.plan import Plan, Tensor
+
+Exported: TypeAlias = Tickets[Acknowledgement]
+"""Tickets by name of feature, with the acknowledgement of their owner."""
+
+
+class Exporting(Lending):
+    """The part of an exporter that makes tickets; see :class:`asyncvmm.Exporter`."""
+
+    async def export(
+        self,
+        features: Mapping[str, Tensor],
+        *,
+        key: Key | None = None,
+        metadata: object = None,
+        to: To = None,
+        require: Require = "all",
+        stream: object = None,
+    ) -> Exported:
+        """Copy features into one chunk and return a ticket for each.
+
+        Takes, checks and waits for what ``send`` does.  Nothing is streamed: the owner is held
+        for the ranks it is for (all, or ``to``; under Compete for one consumer) until each has
+        redeemed its ticket and let go, or has acknowledged it unread.  The tickets are plain
+        data for any channel; each redeems the whole owner.  A rank that leaves or dies settles
+        its share; one that never comes keeps the owner, which shows in
+        ``statistics().owners[...].waiting_for``, until :meth:`cancel`.
+
+        ``acknowledgement`` of what is returned is that of ``send``.  Cancelled, it exports
+        nothing, and the chunk returns once no copy touches it any more.
+        """
+        plan, terms = self._terms(self._plan_tensors(features), key, metadata, to, require)
+        terms.proof = os.urandom(PROOF_BYTES)
+        number = self._stream(stream)
+        return await self._export(await self._acquire(plan.nbytes), plan, terms, number)
+
+    async def export_nowait(
+        self,
+        features: Mapping[str, Tensor],
+        *,
+        key: Key | None = None,
+        metadata: object = None,
+        to: To = None,
+        require: Require = "all",
+        stream: object = None,
+    ) -> Exported:
+        """Do as :meth:`export`, but raise WouldBlock instead of waiting for room.
+
+        It is still awaited, because a large copy leaves the event loop.
+        """
+        plan, terms = self._terms(self._plan_tensors(features), key, metadata, to, require)
+        terms.proof = os.urandom(PROOF_BYTES)
+        number = self._stream(stream)
+        return await self._export(self._acquire_nowait(plan.nbytes), plan, terms, number)
+
+    async def _export(self, record: Record, plan: Plan, terms: Terms, stream: int) -> Exported:
+        if self._copies_slowly(plan):
+            ack = await self._fill_elsewhere(record, plan, terms, stream)
+        else:
+            ack = self._fill(record, plan, terms, stream)
+        # No await from here on: whoever has published returns the tickets.
+        owner = OwnerTicket(
+            self._connections.handshake.identity,
+            self.name,
+            record.slot,
+            record.generation,
+            terms.proof,
+            record.key,
+            record.nbytes,
+            len(plan.features),
+        )
+        tickets = {
+            feature.name: Ticket(owner, index, feature.name, feature.dtype, feature.shape)
+            for index, feature in enumerate(plan.features)
+        }
+        return Tickets(tickets, ack)
+
+    def cancel(self, ticket: Ticket | OwnerTicket) -> bool:
+        """Withdraw an exported owner, by any of its tickets; again is a no-op.
+
+        Whoever has not redeemed it is refused from now on.  Returns True if nobody ever has:
+        its bytes are then free as soon as the copy into them is over.  Consumers that hold it
+        keep it until they let go.  Raises RefusedTicketError for what is no ticket, and
+        ForeignTicketError for one of another exporter.
+        """
+        if self._forked:
+            raise ForkError("exporter", self._made_in, os.getpid())
+        owner = check_owner(ticket)
+        if owner.exporter != self._connections.handshake.identity:
+            raise ForeignTicketError(owner.name, self.name)
+        if self._ended:
+            return False
+        whole = self._core.cancel(owner.slot, owner.generation, owner.proof)
+        self._pump()
+        return whole
