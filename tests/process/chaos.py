@@ -5,21 +5,36 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 from asyncvmm.testing import Process
 from tests.process import steps
-from tests.process.harness import Peers
+from tests.process.harness import Peers, until
 
 KILLS = ["kill_exporter", "kill_consumer", "kill_consumer", "kill_both"]
 MISHAPS = [*KILLS, "kill_consumer", "stop_consumer", "leave_and_return", "start_again"]
+
+OURS = ("socket", "pidfd", "eventfd")
+"""What connections are made of; memfds come and go with the size of a pool."""
+
+
+FOREVER = 1e6
+"""Seconds that they go on: until they are told to stop."""
+
+
+def ours(peer: Process) -> Counter[str]:
+    """Count the descriptors of a process's connections."""
+    found = peer.counters().descriptors
+    return Counter({kind: found[kind] for kind in OURS})
 
 
 class Chaos:
     """What happens to them, and what must hold after each.
 
-    Every slot comes back, what is received is right and of this generation, survivors print one
-    line about a death and nothing else, and successors work under the same name.
+    Every slot comes back within a second, what is received is right and of this generation,
+    survivors print one line about a death and nothing else, successors work under the same name,
+    and nobody has more descriptors than before.
     """
 
     def __init__(
@@ -43,6 +58,8 @@ class Chaos:
         """What happened last."""
         self.pools = Counter[str]()
         """What the exporters did that ended in order, added up."""
+        self.slowest = 0.0
+        """The longest that it took until everything of a dead one was back, in seconds."""
         self.exporter: Process
         self.producing: asyncio.Future[None]
         self.consumers: list[Process]
@@ -54,16 +71,16 @@ class Chaos:
         await getattr(self, what)()
         self.last = what
 
-    async def open(self) -> None:
-        """Start an exporter, and two consumers of it."""
+    async def open(self, *survivors: Process) -> None:
+        """Start an exporter, and two consumers of it, of which some may be there."""
         self.generation += 1
         self.exporter = self.peers.start()
         await self.exporter.call(steps.open_exporter, self.name, self.ranks, self.options)
         seed = self.chance.randrange(1 << 30)
         self.producing = self.exporter.begin_long(
-            3600, steps.produce, self.generation, seed, 100_000, self.wild
+            FOREVER, steps.produce, self.generation, seed, 100_000, self.ranks, self.wild
         )
-        self.consumers = [self.peers.start(), self.peers.start()]
+        self.consumers = [*survivors, *(self.peers.start() for _ in range(2 - len(survivors)))]
         self.tasks = [await self.attach(number) for number in range(2)]
 
     async def attach(self, number: int) -> asyncio.Future[str]:
@@ -71,7 +88,7 @@ class Chaos:
         consumer = self.consumers[number]
         await consumer.call(steps.connect, self.name, number if self.ranks else None)
         seed = self.chance.randrange(1 << 30)
-        return consumer.begin_long(3600, steps.consume, self.generation, seed)
+        return consumer.begin_long(FOREVER, steps.consume, self.generation, seed)
 
     async def some_progress(self) -> None:
         """Wait for a random number of words of progress: a random moment."""
@@ -84,7 +101,8 @@ class Chaos:
         """End in order, and see that everything is back."""
         for consumer in self.consumers:
             await consumer.call(steps.keep_nothing)
-        found = await self.exporter.call(steps.finish)
+        shrinks = "shrink_after" in (self.options or {})
+        found = await self.exporter.call(steps.finish, shrinks)
         assert found.pop("free slots") == found.pop("slots")
         assert found.pop("free bytes") == found.pop("bytes")
         self.pools += Counter(found)
@@ -99,29 +117,40 @@ class Chaos:
         for peer in peers:
             await self.peers.end(peer)
 
+    async def has(self, peer: Process, descriptors: Counter[str]) -> None:
+        """See that a process has the descriptors that it had, once all has settled."""
+        with suppress(TimeoutError):
+            await until(lambda: ours(peer) == descriptors, 2)
+        assert ours(peer) == descriptors
+
     # -- what happens ------------------------------------------------------------------------
 
     async def kill_consumer(self) -> None:
         """Kill one; the exporter says so once at most, and has everything back within a second."""
         number = self.chance.randrange(2)
         victim = self.consumers[number]
-        lines = len(self.exporter.printed)
+        lines, before = len(self.exporter.printed), ours(self.exporter)
         await victim.killed()
-        await self.exporter.call(steps.free_of, victim.pid)
+        took = await self.exporter.call(steps.free_of, victim.pid)
+        self.slowest = max(self.slowest, took)
         assert len(self.exporter.printed) <= lines + 1, self.exporter.printed
         await self.forget(victim)
         self.consumers[number] = self.peers.start()
         self.tasks[number] = await self.attach(number)
+        await self.has(self.exporter, before)
 
     async def kill_exporter(self) -> None:
-        """Kill it; both consumers are told, look at what they hold, and let go of the pool."""
+        """Kill it; both consumers are told, let go of the pool once they looked at it, and return."""
+        before = [ours(consumer) for consumer in self.consumers]
         await self.exporter.killed()
         assert [await task for task in self.tasks] == ["lost", "lost"]
         for consumer in self.consumers:
             assert consumer.printed == []
             assert consumer.counters().mappings == 0
-        await self.forget(self.exporter, *self.consumers)
-        await self.open()
+        await self.forget(self.exporter)
+        await self.open(*self.consumers)
+        for consumer, descriptors in zip(self.consumers, before, strict=True):
+            await self.has(consumer, descriptors)
 
     async def kill_both(self) -> None:
         """Kill one of each at once."""
@@ -131,8 +160,8 @@ class Chaos:
         await self.consumers[number].died()
         await self.exporter.died()
         assert await self.tasks[1 - number] == "lost"
-        await self.forget(self.exporter, *self.consumers)
-        await self.open()
+        await self.forget(self.exporter, self.consumers[number])
+        await self.open(self.consumers[1 - number])
 
     async def stop_consumer(self) -> None:
         """Stop one for a moment, and let it go on."""
@@ -143,10 +172,11 @@ class Chaos:
 
     async def leave_and_return(self) -> None:
         """Have one leave, with whatever it keeps, and connect again from the same process."""
-        number = self.chance.randrange(2)
+        number, before = self.chance.randrange(2), ours(self.exporter)
         await self.consumers[number].call(steps.leave)
         assert await self.tasks[number] == "left"
         self.tasks[number] = await self.attach(number)
+        await self.has(self.exporter, before)
 
     async def start_again(self) -> None:
         """End in order and begin anew, as another generation."""

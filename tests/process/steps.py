@@ -210,10 +210,12 @@ async def leave_early(me: Me, count: int) -> None:
 # -- traffic while others are killed -----------------------------------------------------------
 
 
-async def produce(me: Me, generation: int, seed: int, largest: int, wild: bool = False) -> None:
+async def produce(
+    me: Me, generation: int, seed: int, largest: int, ranks: int, wild: bool = False
+) -> None:
     """Send owners of random sizes until told to stop; tell of every tenth.
 
-    ``wild`` also cancels, reserves, gives up and does not wait.
+    ``wild`` also cancels, reserves, gives up, does not wait, and sends to some of the ``ranks``.
     """
     stop = me.kept["stop"] = asyncio.Event()
     stopped = me.kept["stopped"] = asyncio.Event()
@@ -222,7 +224,8 @@ async def produce(me: Me, generation: int, seed: int, largest: int, wild: bool =
     while not stop.is_set():
         nbytes = chance.randrange(largest)
         if wild and chance.random() < 0.3:
-            await chance.choice(WILD)(me, sent, generation, nbytes, chance)
+            ways = [*WILD, send_to_some] if ranks else WILD
+            await chance.choice(ways)(me, sent, generation, nbytes, chance)
         else:
             await send(me, [sent], generation, nbytes)
         me.acks = [ack for ack in me.acks if not ack.done()]
@@ -270,14 +273,30 @@ async def send_without_waiting(
         )
 
 
+async def send_to_some(
+    me: Me, owner: int, generation: int, nbytes: int, chance: random.Random
+) -> None:
+    """Narrow the route: to one rank, or to a group."""
+    to: Any = chance.choice([0, 1, asyncvmm.Group(0, 1), asyncvmm.Group(1)])
+    data = features(owner, generation, nbytes)
+    me.acks.append(
+        await me.exporter.send(data, key=owner, metadata=note(owner, generation, nbytes), to=to)
+    )
+
+
 WILD = [cancel_a_send, reserve_and_publish, send_without_waiting]
 
 
-async def finish(me: Me) -> dict[str, int]:
-    """Stop producing, wait until everything is back; return what is free, and what it did."""
+async def finish(me: Me, shrinks: bool = False) -> dict[str, int]:
+    """Stop producing, wait until everything is back; return what is free, and what it did.
+
+    A pool that ``shrinks`` is waited for until it is as small as in the beginning.
+    """
     me.kept["stop"].set()
     await me.kept["stopped"].wait()
     await me.exporter.drain()
+    if shrinks:
+        await until(lambda: me.exporter.statistics().segments == 1)
     found = me.exporter.statistics()
     return {
         "slots": found.slots.total,
@@ -337,9 +356,11 @@ async def keep_nothing(me: Me) -> None:
     await give_back(me)
 
 
-async def free_of(me: Me, pid: int) -> None:
-    """Return once nothing in the exporter is owed by that process; a second must do."""
+async def free_of(me: Me, pid: int) -> float:
+    """Return how long it took until that process owes nothing; a second must do."""
+    began = time.monotonic()
     await until(lambda: all(c.pid != pid for c in me.exporter.statistics().consumers), seconds=1)
+    return time.monotonic() - began
 
 
 # -- children of children ----------------------------------------------------------------------

@@ -126,6 +126,7 @@ class Soak:
                     break
             await chaos.finish()
             pools += chaos.pools
+            self.report.slowest = max(self.report.slowest, chaos.slowest)
             self.report.pools = dict(pools)
 
     def enough(self) -> bool:

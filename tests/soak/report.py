@@ -55,6 +55,8 @@ class Report:
     owners: int = 0
     stream: list[Look] = field(default_factory=list)
     chaos: dict[str, int] = field(default_factory=dict)
+    slowest: float = 0.0
+    """The longest that it took until everything of a dead consumer was back, in seconds."""
     pools: dict[str, int] = field(default_factory=dict)
     """What the exporters of chaos did that ended in order, added up."""
     fuzz: dict[str, fuzz.Result] = field(default_factory=dict)
@@ -81,6 +83,9 @@ class Report:
             what = ", ".join(f"{count} {name}" for name, count in sorted(self.chaos.items()))
             console.print(f"chaos: {self.kills} kills ({what})")
             what = ", ".join(f"{count:,} {name}" for name, count in self.pools.items())
+            console.print(
+                f"everything of a dead one was back in {self.slowest * 1e3:.0f} ms or less"
+            )
             console.print(f"pools that ended in order: {what}")
         for victim, result in self.fuzz.items():
             rate = result.packets / max(result.seconds, 0.001) * 60
