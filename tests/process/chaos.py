@@ -140,7 +140,7 @@ class Chaos:
         await self.has(self.exporter, before)
 
     async def kill_exporter(self) -> None:
-        """Kill it; both consumers are told, let go of the pool once they looked at it, and return."""
+        """Kill it; both consumers are told, let go of what they look at, and come again."""
         before = [ours(consumer) for consumer in self.consumers]
         await self.exporter.killed()
         assert [await task for task in self.tasks] == ["lost", "lost"]
