@@ -32,6 +32,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--patience", type=float, default=30.0, help="seconds until a lane is out")
     run.add_argument("--json", type=Path, required=True, help="the result file")
     run.set_defaults(do=_run)
+    trace = commands.add_parser("trace", help="count the driver calls of a hand-off on a GPU")
+    trace.add_argument("--device", default="cuda:0")
+    trace.add_argument("--consumer-device", default="")
+    trace.add_argument("--json", type=Path, required=True)
+    trace.set_defaults(do=_trace)
     commands.add_parser("list", help="name transports and workloads").set_defaults(do=_list)
     return parser
 
@@ -82,6 +87,15 @@ def dumps(result: dict[str, Any]) -> str:
 
 def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from benchmarks.machine import machine
+    from benchmarks.trace import trace
+
+    found = trace(options.device, options.consumer_device or options.device)
+    options.json.write_text(json.dumps({"machine": machine()} | found, indent=1) + "\n")
+    return 0
 
 
 def _list(_: argparse.Namespace) -> int:

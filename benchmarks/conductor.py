@@ -133,9 +133,10 @@ class Conductor:
     def _workload(self, workload: Workload) -> None:
         entrants = self._entrants(workload)
         with ExitStack() as stack:
-            for entrant in entrants:
-                if workload.kind != "connect":
-                    self._guarded(workload, entrant, lambda e: self._open(e, stack))
+            if workload.kind != "connect":
+                for step in (lambda e: self._start(e, stack), _start_consumers, _connected):
+                    for entrant in entrants:  # all at once, for starting takes a GPU a second
+                        self._guarded(workload, entrant, step)
             for turn in range(self.options.rounds):
                 # Nobody is always first after a pause, or always behind the same one.
                 at = turn % len(entrants) if entrants else 0
@@ -165,9 +166,9 @@ class Conductor:
         lane.patience = self.options.patience
         return lane
 
-    def _open(self, entrant: Entrant, stack: ExitStack) -> None:
+    def _start(self, entrant: Entrant, stack: ExitStack) -> None:
         entrant.lane = stack.enter_context(self._lane(entrant))
-        entrant.lane.open()
+        entrant.lane.start()
 
     def _turn(self, workload: Workload, entrant: Entrant) -> None:
         seconds = self.options.seconds
@@ -191,6 +192,16 @@ class Conductor:
             more["failed"] = entrant.failed
         name = entrant.transport.name
         return row(name, workload.name, setting.device, entrant.loop, entrant.rounds, **more)
+
+
+def _start_consumers(entrant: Entrant) -> None:
+    assert entrant.lane is not None
+    entrant.lane.start_consumers()
+
+
+def _connected(entrant: Entrant) -> None:
+    assert entrant.lane is not None
+    entrant.lane.connected()
 
 
 def _close(entrant: Entrant) -> None:

@@ -48,6 +48,7 @@ class Lane:
         self.setting = replace(setting, folder=Path(tempfile.mkdtemp(prefix="bench-")))
         self._context = context
         self._sides: list[Side] = []
+        self._shared: Any = None
         self.patience = PATIENCE
 
     @property
@@ -65,26 +66,32 @@ class Lane:
         """The ids of all its processes."""
         return [side.process.pid for side in self._sides if side.process.pid]
 
-    def open(self, *ahead: tuple[str, dict[str, Any]]) -> None:
-        """Start the producer, then the consumers, and wait until all are connected.
+    def start(self) -> None:
+        """Start the producer; it opens by itself."""
+        self._shared = self.transport.share(self.setting)
+        self._start("producer", sides.produce)
 
-        What it is told ``ahead`` the producer does as soon as they are; expect it by ``done``.
+    def start_consumers(self, *ahead: tuple[str, dict[str, Any]]) -> None:
+        """Wait until the producer is open and start the consumers.
+
+        What it is told ``ahead`` the producer does as soon as all are connected; expect it by
+        ``done``.
         """
-        setting = self.setting
-        shared = self.transport.share(setting)
-        self._start("producer", sides.produce, shared)
         self._expect(self.producer, "open")
         for told in ahead:
             self.producer.conn.send(told)
-        for index in range(setting.consumers if self.transport.delivers else 0):
-            self._start(f"consumer {index}", sides.consume, shared, index)
+        for index in range(self.setting.consumers if self.transport.delivers else 0):
+            self._start(f"consumer {index}", sides.consume, index)
+
+    def connected(self) -> None:
+        """Wait until all are connected."""
         for side in self.consumers:
             self._expect(side, "open")
         self._expect(self.producer, "ready")
 
-    def _start(self, role: str, target: Callable[..., None], shared: Any, *index: int) -> None:
+    def _start(self, role: str, target: Callable[..., None], *index: int) -> None:
         ours, theirs = self._context.Pipe()
-        args = (self.name, self.setting, shared, theirs, *index)
+        args = (self.name, self.setting, self._shared, theirs, *index)
         process = self._context.Process(target=target, args=args, daemon=True)
         process.start()
         theirs.close()

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Run everything that needs a GPU once: the gpu tests, the demo, the hand-offs beside their floor.
+# Run everything that needs a GPU once: the demo, the benchmarks, the gpu tests.
 # Usage: benchmarks/on_gpu.sh FOLDER [PYTHON]; what was seen is written into FOLDER.
 # With two GPUs the consumer is on the same one first and on the other one then.
+# TRANSPORTS, WORKLOADS, ROUNDS, SECONDS_EACH and BENCH_LIMIT (seconds) narrow the benchmarks.
 set -u
 out=$1
 python=${2:-python3}
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+transports=${TRANSPORTS:-asyncvmm,asyncvmm_reserve,torch_mp,torch_mp_reused,floor,floor_reserve}
+workloads=${WORKLOADS:-closed_*,pipelined_*,fanout_2_*,slow_consumer,reuse,connect}
 status=0
 note() { echo "== $*"; }
 
@@ -26,14 +29,20 @@ if [ "$gpus" -gt 1 ]; then
 fi
 
 for device in 0 $([ "$gpus" -gt 1 ] && echo 1); do
-  note "hand-offs, consumer on cuda:$device"
-  timeout -k 5 120 "$python" -m benchmarks.gpu_handoff --rounds 5 --consumer-device "cuda:$device" \
-    --json "$out/handoff-cuda$device.json" >"$out/handoff-cuda$device.log" 2>&1 </dev/null || status=1
-  tail -3 "$out/handoff-cuda$device.log"
+  note "benchmarks, consumer on cuda:$device"
+  timeout -k 5 "${BENCH_LIMIT:-400}" "$python" -m benchmarks run --device cuda:0 --consumer-device "cuda:$device" \
+    --transports "$transports" --workloads "$workloads" --rounds "${ROUNDS:-3}" \
+    --seconds "${SECONDS_EACH:-0.25}" --json "$out/bench-cuda$device.json" \
+    >"$out/bench-cuda$device.log" 2>&1 </dev/null || status=1
+  grep -E "failed|skipped" "$out/bench-cuda$device.log"
+  "$python" -m benchmarks report "$out/bench-cuda$device.json" --no-plots </dev/null || status=1
+  timeout -k 5 90 "$python" -m benchmarks trace --device cuda:0 --consumer-device "cuda:$device" \
+    --json "$out/trace-cuda$device.json" >"$out/trace-cuda$device.log" 2>&1 </dev/null || status=1
+  cat "$out/trace-cuda$device.json"
 done
 
 note tests
-timeout -k 5 "${GPU_TEST_SECONDS:-300}" "$python" -m pytest -m gpu tests -q -p no:cacheprovider \
+timeout -k 5 "${GPU_TEST_SECONDS:-300}" "$python" -m pytest -m gpu tests/gpu -q -p no:cacheprovider \
   >"$out/gpu-tests.log" 2>&1 </dev/null || status=1
 tail -15 "$out/gpu-tests.log"
 exit $status

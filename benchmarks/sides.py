@@ -117,7 +117,7 @@ def _ignore(_: object) -> None:
 async def _produce(name: str, setting: Setting, shared: Any, conn: Connection) -> None:
     inbox = Inbox(conn, setting.loop)
     producer = load(name).producer(setting, Contents(setting.payload, setting.device), shared)
-    number = 0
+    number = fallen = 0
     async with producer:
         conn.send(("open", None))
         await producer.ready()
@@ -137,7 +137,8 @@ async def _produce(name: str, setting: Setting, shared: Any, conn: Connection) -
             number += flow.count
             gaps = heartbeat.stop() if heartbeat else []
             facts = producer.facts()
-            conn.send(("done", _Report(flow, cpu, array("d", gaps), producer.fallbacks, facts)))
+            fell, fallen = producer.fallbacks - fallen, producer.fallbacks
+            conn.send(("done", _Report(flow, cpu, array("d", gaps), fell, facts)))
     conn.send(("closed", None))
 
 

@@ -81,7 +81,9 @@ def connect(new: Callable[[], Lane]) -> Numbers:
     wrong = 0
     for _ in range(CONNECTIONS):
         with new() as lane:
-            lane.open(("check", {"depth": 1, "count": 1}))
+            lane.start()
+            lane.start_consumers(("check", {"depth": 1, "count": 1}))
+            lane.connected()
             lane.done()
             wrong += sum(each["wrong"] for each in lane.seen())
             times += lane.close()
