@@ -11,7 +11,7 @@ NEW_ENOUGH := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
 	"$$python" -c "$(NEW_ENOUGH)" >/dev/null 2>&1 && command -v "$$python" && break; done)
 
-.PHONY: help demo test check gpu soak fuzz format clean
+.PHONY: help demo test check bench gpu soak fuzz format clean
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -27,6 +27,13 @@ check: $(STAMP)  ## Run everything of `make test` but the tests.
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+bench: $(STAMP)  ## Compare transports for some minutes, and write a report: ARGS="--loop both".
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e '.[dev,bench]'
+	@mkdir -p build
+	@$(BIN)/python -m benchmarks run --json build/bench.json $(ARGS)
+	@$(BIN)/python -m benchmarks report build/bench.json
 
 gpu: $(STAMP)  ## Run the tests that need a CUDA device.
 	@$(BIN)/pytest -m gpu $(ARGS)

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.table import show
+from benchmarks.targets import Verdict
 from benchmarks.workloads import WORKLOADS, Workload
 
 
@@ -32,6 +34,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--patience", type=float, default=30.0, help="seconds until a lane is out")
     run.add_argument("--json", type=Path, required=True, help="the result file")
     run.set_defaults(do=_run)
+    report = commands.add_parser("report", help="show a result file, and write plots and a page")
+    report.add_argument("result", type=Path)
+    report.add_argument("--no-plots", action="store_true", help="tables only")
+    report.add_argument("--out", type=Path, help="folder for plots and page; OUT without .json")
+    report.set_defaults(do=_report)
+    targets = commands.add_parser("targets", help="say which targets a result file meets")
+    targets.add_argument("result", type=Path)
+    targets.set_defaults(do=_targets)
     trace = commands.add_parser("trace", help="count the driver calls of a hand-off on a GPU")
     trace.add_argument("--device", default="cuda:0")
     trace.add_argument("--consumer-device", default="")
@@ -87,6 +97,47 @@ def dumps(result: dict[str, Any]) -> str:
 
 def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
+
+
+def _report(options: argparse.Namespace) -> int:
+    from benchmarks.report import read, tables
+    from benchmarks.targets import judge
+
+    result = read(options.result)
+    verdicts = judge(result)
+    tables(result)
+    _show(verdicts)
+    if options.no_plots:
+        return 0
+    try:
+        from benchmarks.plots import draw
+
+        images = draw(result)
+    except ImportError as error:
+        sys.stderr.write(f"no plots: {error}; pip install 'asyncvmm[bench]'\n")
+        images = {}
+    from benchmarks.page import page
+
+    folder: Path = options.out or options.result.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, image in images.items():
+        (folder / f"{name}.png").write_bytes(image)
+    (folder / "index.html").write_text(page(result, images, verdicts))
+    sys.stdout.write(f"{folder / 'index.html'}\n")
+    return 0
+
+
+def _targets(options: argparse.Namespace) -> int:
+    from benchmarks.report import read
+    from benchmarks.targets import judge
+
+    _show(judge(read(options.result)))
+    return 0
+
+
+def _show(verdicts: list[Verdict]) -> None:
+    rows = [(v.about, v.needed, v.seen, v.word) for v in verdicts]
+    show("targets", ("target", "needed", "seen", "verdict"), rows, 4)
 
 
 def _trace(options: argparse.Namespace) -> int:

@@ -52,6 +52,7 @@ def _be(
     if setting.on_gpu:
         device = setting.device if role == "producer" else setting.consumer_device
         torch.cuda.set_device(torch.device(device))
+        torch.zeros(1, device=device)  # a context is not what connecting costs
     try:
         run(setting.loop, work())
     except BaseException as error:
