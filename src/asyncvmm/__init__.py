@@ -7,6 +7,7 @@ from asyncvmm._consumer.consumer import Consumer as Consumer
 from asyncvmm._consumer.opening import connect as connect
 from asyncvmm._consumer.owner import Batch as Batch
 from asyncvmm._consumer.owner import Owner as Owner
+from asyncvmm._consumer.reconnecting import ReconnectingConsumer as ReconnectingConsumer
 from asyncvmm._consumer.statistics import ConsumerState as ConsumerState
 from asyncvmm._errors import AccessDeniedError as AccessDeniedError
 from asyncvmm._errors import ArgumentError as ArgumentError
@@ -107,6 +108,7 @@ __all__ = [
     "PoolStatistics",
     "ProtocolError",
     "RankError",
+    "ReconnectingConsumer",
     "RefusedTicketError",
     "ReleasedError",
     "ReleasedTicketError",

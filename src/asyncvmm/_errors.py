@@ -10,7 +10,7 @@
       ClosedError            (anyio.ClosedResourceError)  this side closed it
       EndOfStream            (anyio.EndOfStream)          the exporter said goodbye
       WouldBlock             (anyio.WouldBlock)           a *_nowait call found nothing
-      PeerLostError          (anyio.BrokenResourceError)  the other process went   .peer
+      PeerLostError          (anyio.BrokenResourceError)  the other process went   .peer .lost
       HandshakeError                       the two ends do not fit                .reason
         ExporterNotFoundError              nobody listens under that name         .name
         NameInUseError                     a live exporter has the name           .name .pid
@@ -127,12 +127,14 @@ class WouldBlock(AsyncVMMError, anyio.WouldBlock):
 class PeerLostError(AsyncVMMError, anyio.BrokenResourceError):
     """The other process vanished, or its socket did, without a goodbye.
 
-    ``peer`` says who, in words.
+    ``peer`` says who, in words.  ``lost`` is how many batches had come from it and were not
+    received; what it had not yet sent went with it uncounted.
     """
 
-    def __init__(self, message: str, *, peer: str = "") -> None:
+    def __init__(self, message: str, *, peer: str = "", lost: int = 0) -> None:
         super().__init__(message)
         self.peer = peer
+        self.lost = lost
 
 
 class HandshakeError(AsyncVMMError):

@@ -100,6 +100,16 @@ def check_ranks(ranks: Iterable[object]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def check_ids(ids: Iterable[int], what: str) -> tuple[int, ...]:
+    """Return numbers of users or groups; refuse what is none."""
+    found = tuple(ids) if isinstance(ids, Iterable) else (ids,)
+    if isinstance(ids, str | bytes) or not all(is_int(each) and each >= 0 for each in found):
+        raise ArgumentError(
+            f"{what}={ids!r} must be numbers of users or groups; pwd and grp know them by name"
+        )
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Who let go of an owner, and how.  Consumers are ranks, or names under Compete."""

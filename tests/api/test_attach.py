@@ -30,8 +30,9 @@ def open_exporter(name: str, ranks: int = 1, **options: object) -> asyncvmm.open
     return asyncvmm.open_exporter(name, device="cpu", pool_bytes="64KiB", route=route, **options)  # type: ignore[arg-type]  # options are open
 
 
-def connect(name: str, rank: int | None = None, **options: object) -> asyncvmm.connect:
-    return asyncvmm.connect(name, device="cpu", rank=rank, **options)  # type: ignore[arg-type]  # options are open
+def connect(name: str, rank: int | None = None, **options: Any) -> asyncvmm.connect[Consumer]:
+    found: asyncvmm.connect[Consumer] = asyncvmm.connect(name, device="cpu", rank=rank, **options)
+    return found
 
 
 async def keys_of(consumer: Consumer, count: int) -> list[object]:

@@ -411,6 +411,26 @@ async def become(me: Me, uid: int, gid: int) -> None:
     os.setuid(uid)
 
 
+async def eavesdrop(me: Me, address: str) -> None:
+    """Listen under a name as an exporter would, and answer nobody."""
+    ear = me.kept["ear"] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ear.bind(address)
+    if not address.startswith("\0"):
+        os.chmod(address, 0o666)
+    ear.listen()
+
+
+async def heard(me: Me, callers: int) -> list[bytes]:
+    """Return the first word of each of so many that came and hung up; empty for none."""
+    words = []
+    for _ in range(callers):
+        caller = me.kept["ear"].accept()[0]
+        with caller:
+            words.append(caller.recv(1 << 16))
+    me.kept["ear"].close()
+    return words
+
+
 async def set_umask(me: Me, mask: int) -> None:
     """Have files made with fewer rights."""
     os.umask(mask)

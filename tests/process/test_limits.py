@@ -218,6 +218,36 @@ async def test_another_user_comes_in_where_it_is_allowed(
 
 
 @needs_root
+@pytest.mark.parametrize("kind", ["path", "abstract"])
+async def test_an_exporter_of_another_user_is_told_nothing(
+    peers: Peers, folder: Path, kind: str
+) -> None:
+    """Whoever takes the name first could pass for the exporter, and be told the secret.
+
+    Kills: a hello, and with it the secret, that is said before the kernel's word for the user was
+    looked at, and a list of users that is not asked.
+    """
+    name = shared_name(kind, folder)
+    options: dict[str, Any] = {"device": "cpu", "rank": 0, "secret": "sesame"}
+    stranger, host = peers.start(), peers.start()
+    await stranger.call(steps.become, NOBODY, NOBODY)
+    await stranger.call(steps.eavesdrop, name.replace("@", "\0"))
+    for _ in range(2):
+        with pytest.raises(asyncvmm.AccessDeniedError, match=f"allow_uids=.{NOBODY}") as caught:
+            await asyncvmm.connect(name, **options).__aenter__()
+        assert caught.value.uid == NOBODY
+        assert NOBODY not in caught.value.allowed
+    assert await stranger.call(steps.heard, 2) == [b"", b""]
+    await host.call(steps.become, NOBODY, NOBODY)
+    name += "-2"
+    await host.call(steps.open_exporter, name, 1, {"allow_uids": [0], "secret": "sesame"})
+    async with asyncvmm.connect(name, allow_uids=[NOBODY], **options) as consumer:
+        await host.call(steps.send, [1])
+        (await consumer.receive()).release()
+    await host.call(steps.leave)
+
+
+@needs_root
 async def test_both_ends_may_be_confined_to_namespaces_of_their_own(
     peers: Peers, folder: Path
 ) -> None:

@@ -17,6 +17,7 @@ from asyncvmm._consumer.lingering import Lingering
 from asyncvmm._consumer.loss import anew, loss
 from asyncvmm._consumer.owner import Batch
 from asyncvmm._consumer.redeeming import Redeeming
+from asyncvmm._consumer.segments import Segments
 from asyncvmm._consumer.statistics import ConsumerState, report
 from asyncvmm._core import wire
 from asyncvmm._core.consumer import ConsumerCore
@@ -67,10 +68,12 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
         self._watch: DeathWatch | None = None
         self._attached = False
         self._loop = asyncio.get_running_loop()
+        self._segments = Segments(core, region)
         self._leases = Leases(core, region, port, self._pump, self._loop)
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._on_news: Callable[[], None] = lambda: None  # receive_nowait may say something new
         self._lost: AsyncVMMError | None = None
+        self._unread_lost = 0
         self._closed = False
         self._forked = False
         self._made_in = os.getpid()
@@ -145,7 +148,7 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
             elif isinstance(message, wire.Segment):
                 self._map(message, fds)
             elif isinstance(message, wire.Unmap):
-                self._unmap(message.index)
+                self._segments.unmap(message.index)
             elif isinstance(message, wire.Denied):
                 core.denied(message)
             else:
@@ -160,27 +163,14 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
             self._wake()
 
     def _map(self, message: wire.Segment, fds: list[OwnedFd]) -> None:
-        info = message.info
-        self._core.check_segment(info)
-        handle: OwnedFd | bytes = fds.pop(0) if fds else message.handle
         try:
-            self._region.map(info, handle)
+            self._segments.map(message, fds)
         except BackendError as error:
-            if not self._attached:
+            if self._attached:
+                self._segments.refuse(message.info, error)
+            else:
                 self._lose(error)
-                return
-            # Others can map it, so only what lies in it is refused here, with the reason.
-            logger.warning("a new segment of the pool cannot be mapped: %s", error)
-            self._core.add_segment(info, failure=str(error))
-        else:
-            self._core.add_segment(info)
         self._tell()
-
-    def _unmap(self, index: int) -> None:
-        mapped = self._core.has_mapped(index)
-        self._core.remove_segment(index)
-        if mapped:
-            self._region.unmap(index)
 
     def _on_end(self, error: Exception | None) -> None:
         """The socket is gone: after a goodbye that is the end, otherwise the exporter is lost."""
@@ -189,6 +179,7 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
         if self._core.ended and isinstance(end, PeerLostError):
             self._core.state = PeerState.CLOSED
             self._pump()
+            self._tell()
             self._wake_redeemers()
         else:
             self._lose(end)
@@ -199,10 +190,13 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
         if not self._core.ended:
             self._lose(PeerLostError("the exporter's process died", peer="exporter"))
         self._link.abort()
+        self._tell()
 
     def _lose(self, error: AsyncVMMError) -> None:
         if self._lost is None and not self._closed:
-            unread = self._core.lose()
+            unread = self._unread_lost = self._core.lose()
+            if isinstance(error, PeerLostError):
+                error.lost = unread
             if unread:
                 error.add_note(f"{unread} batches had been delivered and not received")
         self._lost = self._lost or error

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from asyncvmm._consumer.leases import Leases
 from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._core.ledger import PeerState
 from asyncvmm._errors import AsyncVMMError
+from asyncvmm._io.link import Link
 
 
 class News:
@@ -15,6 +17,8 @@ class News:
     _core: ConsumerCore
     _loop: asyncio.AbstractEventLoop
     _lost: AsyncVMMError | None
+    _link: Link
+    _leases: Leases
 
     def __init__(self) -> None:
         self._told: list[asyncio.Future[None]] = []
@@ -35,3 +39,15 @@ class News:
             future = self._loop.create_future()
             self._told.append(future)
             await future
+
+    async def _until_hung_up(self) -> None:
+        """Wait for the end of the link."""
+        while not self._link.closed:
+            future = self._loop.create_future()
+            self._told.append(future)
+            await future
+
+    @property
+    def _idle(self) -> bool:
+        """True once nothing comes any more and nothing is held."""
+        return self._link.closed and not self._core.inbox and not self._leases.live

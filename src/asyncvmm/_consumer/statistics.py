@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from asyncvmm._types import Key
@@ -18,7 +19,7 @@ class ConsumerState:
     member: Key | None
     device: str
     state: str
-    """open, closing or closed."""
+    """open, closing or closed; connecting while the next exporter is looked for."""
     unread: int
     """Batches that were delivered and not yet received by the program."""
     held: int
@@ -32,6 +33,12 @@ class ConsumerState:
     """Calls of ``receive`` that wait."""
     pinned: tuple[Key, ...]
     """Keys of the owners that are released and still viewed."""
+    exporters: int = 1
+    """Exporters attached to so far: 1, unless connected with ``reconnect=True``."""
+    losses: int = 0
+    """Exporters that were lost, so went without a goodbye."""
+    lost: int = 0
+    """Batches that had come and were not received when their exporter was lost."""
 
 
 def report(consumer: Consumer) -> ConsumerState:
@@ -51,4 +58,24 @@ def report(consumer: Consumer) -> ConsumerState:
         refused=core.refused,
         waiting=len(consumer._waiters),
         pinned=pinned,
+        losses=int(consumer._lost is not None),
+        lost=consumer._unread_lost,
+    )
+
+
+def together(states: Sequence[ConsumerState]) -> ConsumerState:
+    """Add up what one consumer had of several exporters; the last one is the present one."""
+    return replace(
+        states[-1],
+        unread=sum(each.unread for each in states),
+        held=sum(each.held for each in states),
+        viewed=sum(each.viewed for each in states),
+        delivered=sum(each.delivered for each in states),
+        released=sum(each.released for each in states),
+        refused=sum(each.refused for each in states),
+        waiting=sum(each.waiting for each in states),
+        pinned=tuple(key for each in states for key in each.pinned),
+        exporters=sum(each.exporters for each in states),
+        losses=sum(each.losses for each in states),
+        lost=sum(each.lost for each in states),
     )

@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterable
 
 from asyncvmm._core.wire import check_secret
-from asyncvmm._errors import ArgumentError
-from asyncvmm._types import is_int
+from asyncvmm._types import check_ids
 
 
 class Access:
@@ -18,8 +17,8 @@ class Access:
     def __init__(
         self, uids: Iterable[int] = (), gids: Iterable[int] = (), secret: bytes | str = b""
     ) -> None:
-        self.uids = frozenset((os.getuid(), *_numbers(uids, "allow_uids")))
-        self.gids = frozenset(_numbers(gids, "allow_gids"))
+        self.uids = frozenset((os.getuid(), *check_ids(uids, "allow_uids")))
+        self.gids = frozenset(check_ids(gids, "allow_gids"))
         self.secret = check_secret(secret)
 
     @property
@@ -30,12 +29,3 @@ class Access:
     def allows(self, uid: int, gid: int) -> bool:
         """Say whether a process of this user and group may connect."""
         return uid in self.uids or gid in self.gids
-
-
-def _numbers(ids: Iterable[int], what: str) -> tuple[int, ...]:
-    found = tuple(ids) if isinstance(ids, Iterable) else (ids,)
-    if isinstance(ids, str | bytes) or not all(is_int(each) and each >= 0 for each in found):
-        raise ArgumentError(
-            f"{what}={ids!r} must be numbers of users or groups; pwd and grp know them by name"
-        )
-    return found

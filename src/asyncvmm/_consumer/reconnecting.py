@@ -1,0 +1,225 @@
+"""A consumer that outlives its exporters."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from anyio.abc import ObjectReceiveStream
+
+from asyncvmm._consumer.consumer import Consumer
+from asyncvmm._consumer.owner import Batch
+from asyncvmm._consumer.statistics import ConsumerState, together
+from asyncvmm._errors import (
+    AsyncVMMError,
+    ClosedError,
+    EndOfStream,
+    ForkError,
+    PeerLostError,
+    RankError,
+    WouldBlock,
+)
+from asyncvmm._fds import close_after_fork
+
+logger = logging.getLogger("asyncvmm.consumer")
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
+"""Seconds between two tries to come in where an exporter is there and does not let us.  For one
+that is not there, ``connect(wait=True)`` has pauses of its own."""
+
+SEAT_SECONDS = 5.0
+"""How long a rank or name may be taken before that is an error: an exporter that we lost may not
+have seen yet that we are gone."""
+
+
+class ReconnectingConsumer(ObjectReceiveStream[Batch]):
+    """A stream of batches from one exporter after another; ``connect(..., reconnect=True)``.
+
+    It has the methods of :class:`Consumer`, and they mean the same while an exporter is there.
+
+    When the exporter is *lost* (killed, crashed, or the connection broke), one call of
+    ``receive`` raises PeerLostError, once per loss, with the number of batches that had come and
+    were not received in ``.lost``; ``async for`` ends with that error, too.  The calls after it,
+    and a new ``async for``, go on with the next exporter under the name.  Nothing is repeated,
+    and nothing that comes later is reported before the loss.  After an exporter's *goodbye*
+    nothing was lost, so no error is raised: the call waits for the next exporter, and
+    ``async for`` goes on.  EndOfStream is never raised; leave the block, or cancel, to end.
+
+    The next exporter is another one, with memory of its own.  Owners that were received before
+    stay readable and are released as always; the old mapping goes with the last of them.
+    """
+
+    def __init__(self, first: Consumer, come_in: Callable[[], Awaitable[Consumer]]) -> None:
+        self.member = first.member
+        self.device = first.device
+        self._come_in = come_in
+        self._current: Consumer | None = first
+        self._past: list[Consumer] = []  # the last one, and those whose owners are still here
+        self._coming: asyncio.Task[None] | None = None  # looks for the next exporter
+        self._failure: Exception | None = None  # why it found none that takes us
+        self._pause = 0.0
+        self._before: list[ConsumerState] = []  # numbers of those that are forgotten
+        self._waiting = 0
+        self._closed = False
+        self._forked = False
+        self._loop = asyncio.get_running_loop()
+        self._made_in = os.getpid()
+        close_after_fork(self)
+
+    # -- receiving ---------------------------------------------------------------------------
+
+    async def receive(self) -> Batch:
+        """Return the next batch, waiting for it, and for the next exporter if need be.
+
+        Raises PeerLostError once per loss; what keeps us out of the next exporter (AccessDenied-
+        Error, RankError, BackendError, ...) once per try, and the next call tries again;
+        ClosedError after ``aclose``.  Cancelled, it loses neither a batch nor an exporter.
+        """
+        while True:
+            consumer = self._look()
+            if consumer is None:
+                await self._until_come()
+                continue
+            try:
+                return await consumer.receive()
+            except (EndOfStream, AsyncVMMError) as error:
+                self._part(consumer, error)
+
+    def receive_nowait(self) -> Batch:
+        """Return the next batch; raise WouldBlock if none is here, or no exporter; else as above.
+
+        The first call after a loss was told begins to look for the next exporter.
+        """
+        while True:
+            consumer = self._look()
+            if consumer is None:
+                raise WouldBlock("no exporter is there")
+            try:
+                return consumer.receive_nowait()
+            except WouldBlock:
+                raise
+            except (EndOfStream, AsyncVMMError) as error:
+                self._part(consumer, error)
+
+    def _look(self) -> Consumer | None:
+        """Return the consumer of the exporter that is there, or None while one is looked for."""
+        if self._forked:
+            raise ForkError("consumer", self._made_in, os.getpid())
+        if self._closed:
+            raise ClosedError("this consumer was closed")
+        if self._current is None and self._coming is None:
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
+            self._coming = self._loop.create_task(self._reconnect())
+        return self._current
+
+    async def _until_come(self) -> None:
+        assert self._coming is not None
+        self._waiting += 1
+        try:
+            # wait() leaves the task alone when its caller is cancelled.
+            await asyncio.wait((self._coming,))
+        finally:
+            self._waiting -= 1
+
+    def _part(self, consumer: Consumer, error: AsyncVMMError) -> None:
+        """Leave an exporter that is gone; raise if the caller is the one to be told of that."""
+        over = isinstance(error, EndOfStream)
+        if self._closed or (not over and consumer._lost is None):
+            raise error  # we were closed, or forked
+        if consumer is not self._current:
+            return  # another call was told
+        self._current = None
+        self._past.append(consumer)
+        if over:
+            return
+        if isinstance(error, PeerLostError):
+            raise error
+        lost = PeerLostError(f"the exporter was dropped: {error}", peer="exporter")
+        lost.lost = consumer._unread_lost
+        raise lost from error
+
+    # -- the next exporter -------------------------------------------------------------------
+
+    async def _reconnect(self) -> None:
+        """Come in to the next exporter, or note why not; one such task at a time."""
+        try:
+            # One that said goodbye still has its name until it has got everything back.
+            if self._past:
+                await self._past[-1]._until_hung_up()
+            self._forget_idle()
+            self._current = await self._next()
+        except Exception as error:
+            self._failure = error  # for whoever asks next
+        finally:
+            self._coming = None
+
+    async def _next(self) -> Consumer:
+        deadline = self._loop.time() + SEAT_SECONDS
+        while True:
+            if self._pause:
+                await asyncio.sleep(self._pause)
+            self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
+            try:
+                consumer = await self._come_in()
+            except PeerLostError as error:
+                logger.info("an exporter went before it had let us in: %s", error)
+            except RankError as error:
+                if not _taken(error) or self._loop.time() > deadline:
+                    raise
+            else:
+                self._pause = 0.0
+                return consumer
+
+    def _forget_idle(self) -> None:
+        """Let go of exporters of which nothing is left here; their numbers go on to count."""
+        kept: list[Consumer] = []
+        for consumer in self._past:
+            if consumer._idle:
+                self._before.append(consumer.statistics())
+            else:
+                kept.append(consumer)
+        self._past, self._before = kept, [together(self._before)] if self._before else []
+
+    # -- looking and leaving -----------------------------------------------------------------
+
+    def statistics(self) -> ConsumerState:
+        """Return what this consumer has now, and has had, of all its exporters together."""
+        consumers = self._past if self._current is None else [*self._past, self._current]
+        found = together([*self._before, *(each.statistics() for each in consumers)])
+        state = "connecting" if self._current is None else found.state
+        state = "closed" if self._closed else state
+        return replace(found, state=state, waiting=found.waiting + self._waiting)
+
+    def close(self) -> None:
+        """Mark a forked child's copy as unusable; not for users: leave the ``async with``."""
+        self._forked = True
+
+    async def aclose(self) -> None:
+        """Leave as a Consumer does, and look for no exporter any more; safe at any point."""
+        if self._closed or self._forked:
+            return
+        self._closed = True
+        try:
+            if self._coming is not None:
+                self._coming.cancel()
+                await asyncio.wait((self._coming,))
+        finally:
+            async with AsyncExitStack() as stack:  # each is left, whatever comes of the others
+                for consumer in self._past:
+                    stack.push_async_callback(consumer.aclose)
+                if self._current is not None:
+                    stack.push_async_callback(self._current.aclose)
+
+
+def _taken(error: RankError) -> bool:
+    """Say whether the seat exists and somebody else has it."""
+    rank, count = error.rank, error.consumer_count
+    if rank is None or count is None:
+        return rank is count  # a name has neither
+    return rank < count
