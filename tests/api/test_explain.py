@@ -306,7 +306,7 @@ async def test_waiters_are_explained_by_one_timer(monkeypatch: pytest.MonkeyPatc
         nonlocal late
         late += 1
 
-    room = Room(lambda nbytes: False, lambda nbytes: None, count, 60.0)
+    room = Room(lambda nbytes, slots: False, lambda nbytes: None, count, 60.0)
     loop = asyncio.get_running_loop()
     made: list[float] = []
     real = loop.call_later

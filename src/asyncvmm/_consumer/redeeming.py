@@ -124,6 +124,12 @@ class Redeeming(Asking):
         total = self._core.consumer_count
         return acknowledged_ranks(count, rank=self.member, consumer_count=total, group=group)
 
+    async def _to_device(self, value: object, stream: object) -> object:
+        """Move a tensor that came as a host copy to where reconstructed ones are."""
+        if self._port.kind == "host":
+            return value
+        return await asyncio.to_thread(self._port.to_device, value, self._port.stream_of(stream))
+
     # -- copying -----------------------------------------------------------------------------
 
     async def _copied(self, owner: OwnerTicket, stream: int) -> KeptCopy:

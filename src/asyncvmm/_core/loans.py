@@ -26,9 +26,9 @@ class Loans:
         """Make a new segment's first ``usable`` bytes available."""
         self.bytes.add_range(segment.start, usable)
 
-    def fits(self, nbytes: int) -> bool:
-        """Say whether a slot and a gap for one chunk are there now."""
-        return self.slots.free > 0 and self.bytes.largest_gap >= nbytes
+    def fits(self, nbytes: int, slots: int = 1) -> bool:
+        """Say whether a gap of ``nbytes`` is there now, and slots for the chunks in it."""
+        return self.slots.free >= slots and self.bytes.largest_gap >= nbytes
 
     def reserve(self, nbytes: int) -> Record | None:
         """Take a slot and a chunk, or return None and change nothing."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from asyncvmm._core.ledger import Record
 from asyncvmm._core.routing import To
-from asyncvmm._errors import ForkError
+from asyncvmm._errors import ArgumentError, ForkError
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
 from asyncvmm._exporter.lending import Lending
 from asyncvmm._exporter.reservation import Terms
@@ -72,6 +74,70 @@ class Exporting(Lending):
         number = self._stream(stream)
         return await self._export(self._acquire_nowait(plan.nbytes), plan, terms, number)
 
+    async def export_all(
+        self,
+        owners: Sequence[Mapping[str, Tensor]],
+        *,
+        keys: Sequence[Key | None] = (),
+        to: To = None,
+        require: Require = "all",
+        stream: object = None,
+    ) -> list[Exported]:
+        """Export several owners, or none of them; each is redeemed and released by itself.
+
+        It waits until all fit at once, and holds nothing while it waits: two such calls cannot
+        wait for each other.  ``keys`` names the owners, if given.  Raises what :meth:`export`
+        does, and ArgumentError if the pool can never hold them all.  Where one fails, or on
+        cancellation, those that were exported are cancelled.
+        """
+        if keys and len(keys) != len(owners):
+            raise ArgumentError(f"{len(keys)} keys were given for {len(owners)} owners")
+        plans = []
+        for features, key in zip(owners, keys or (None,) * len(owners), strict=True):
+            plans.append(self._terms(self._plan_tensors(features), key, None, to, require))
+            plans[-1][1].proof = os.urandom(PROOF_BYTES)
+        number = self._stream(stream)
+        loans = await self._acquire_all([plan.nbytes for plan, _ in plans])
+        exported: list[Exported] = []
+        try:
+            for plan, terms in plans:
+                exported.append(await self._export(loans.popleft(), plan, terms, number))
+        except BaseException:
+            for record in loans:
+                self._abandon(record, number)
+            for tickets in exported:
+                self.cancel(tickets.owner)
+            raise
+        return exported
+
+    async def _acquire_all(self, sizes: Sequence[int]) -> deque[Record]:
+        self._guard()
+        total, most, slots = sum(sizes), self._elastic.limit, len(self._core.slots.states)
+        if total > most or len(sizes) > slots:
+            raise ArgumentError(
+                f"{len(sizes)} owners of {total:,} bytes can never be out together: the pool has "
+                f"{slots} slots and at most {most:,} bytes; export fewer at a time"
+            )
+        loans = None if len(self._room) else self._reserve_all(sizes)
+        if loans is None:
+            # In one piece: whichever gaps the chunks are then taken from, all find room.
+            await self._room.turn(total, len(sizes))
+            loans = self._reserve_all(sizes)
+            assert loans is not None, "room.turn() promised it and nothing ran in between"
+        return loans
+
+    def _reserve_all(self, sizes: Sequence[int]) -> deque[Record] | None:
+        loans: deque[Record] = deque()
+        for nbytes in sizes:
+            record = self._core.reserve(nbytes)
+            if record is None:
+                for loan in loans:
+                    self._core.abandon(loan)
+                self._pump()
+                return None
+            loans.append(record)
+        return loans
+
     async def _export(self, record: Record, plan: Plan, terms: Terms, stream: int) -> Exported:
         if self._copies_slowly(plan):
             ack = await self._fill_elsewhere(record, plan, terms, stream)
@@ -93,6 +159,14 @@ class Exporting(Lending):
             for index, feature in enumerate(plan.features)
         }
         return Tickets(tickets, ack)
+
+    async def _to_host(self, tensors: Sequence[Tensor], stream: object) -> list[Tensor]:
+        """Copy what the pool has no room for, off the loop, after the work on ``stream``."""
+        number = self._stream(stream)
+        to_host = self._port.to_host
+        copies = [await asyncio.to_thread(to_host, tensor, number) for tensor in tensors]
+        self._counters.fallbacks += len(copies)
+        return copies
 
     def cancel(self, ticket: Ticket | OwnerTicket) -> bool:
         """Withdraw an exported owner, by any of its tickets; again is a no-op.

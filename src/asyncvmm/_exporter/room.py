@@ -23,10 +23,11 @@ SHORTEST_LOOK = 0.01
 class Waiter:
     """One call that waits."""
 
-    __slots__ = ("error", "future", "nbytes", "since")
+    __slots__ = ("error", "future", "nbytes", "since", "slots")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, slots: int) -> None:
         self.nbytes = nbytes
+        self.slots = slots
         self.error: AsyncVMMError | None = None
         self.since = monotonic()
         self.future: asyncio.Future[None] | None = None
@@ -35,14 +36,15 @@ class Waiter:
 class Room:
     """The queue of those who wait for a slot and a chunk.
 
-    ``fits`` says whether a chunk of some bytes could be taken now; ``wanted`` is called whenever
-    the head of the queue has to wait, so that an elastic pool can grow.  ``late`` is called when
-    the head has waited for ``patience`` seconds, and again as often while it does.
+    ``fits`` says whether some bytes in one piece, and some slots, could be taken now; ``wanted``
+    is called whenever the head of the queue has to wait, so that an elastic pool can grow.
+    ``late`` is called when the head has waited for ``patience`` seconds, and again as often while
+    it does.
     """
 
     def __init__(
         self,
-        fits: Callable[[int], bool],
+        fits: Callable[[int, int], bool],
         wanted: Callable[[int], None],
         late: Callable[[], None],
         patience: float,
@@ -71,18 +73,20 @@ class Room:
         """Bytes that the head of the queue waits for; 0 if nobody waits."""
         return self._queue[0].nbytes if self._queue else 0
 
-    async def turn(self, nbytes: int) -> None:
+    async def turn(self, nbytes: int, slots: int = 1) -> None:
         """Wait until it is the caller's turn and ``nbytes`` fit; take them before any await.
+
+        They fit in one piece, and ``slots`` are free for the chunks that it is taken as.
 
         Raises ClosedError if the exporter closes meanwhile, and what :meth:`refuse` was given.
         Cancellation loses nothing.
         """
-        waiter = Waiter(nbytes)
+        waiter = Waiter(nbytes, slots)
         queue = self._queue
         queue.append(waiter)
         waited = False
         try:
-            while not self._closed and (queue[0] is not waiter or not self._fits(nbytes)):
+            while not self._closed and (queue[0] is not waiter or not self._fits(nbytes, slots)):
                 if waiter.error is not None:
                     raise waiter.error
                 waited = True
@@ -116,7 +120,7 @@ class Room:
             head = self._queue[0]
             future = head.future
             if future is not None and not future.done():
-                if self._fits(head.nbytes):
+                if self._fits(head.nbytes, head.slots):
                     future.set_result(None)
                 else:
                     self._wanted(head.nbytes)

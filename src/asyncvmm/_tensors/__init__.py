@@ -57,6 +57,12 @@ class DevicePort(Protocol):
     def stream_of(self, stream: object) -> int:
         """Return the number of a stream given as a torch stream, a number, or None (current)."""
 
+    def to_host(self, tensor: Tensor, stream: int) -> Tensor:
+        """Return a copy in host memory, made after the work on ``stream``.  Slow."""
+
+    def to_device(self, value: object, stream: int) -> object:
+        """Return a tensor as one on this port's device; what is no tensor as it is.  Slow."""
+
     def using(self, stream: int) -> AbstractContextManager[object]:
         """Make a stream the current one of this thread."""
 

@@ -232,6 +232,18 @@ class CudaPort:
             self._streams[stream] = found
         return found
 
+    def to_host(self, tensor: Tensor, stream: int) -> Tensor:
+        """Return a copy in host memory, made after the work on ``stream``."""
+        with self.using(stream):
+            return tensor.detach().to("cpu", copy=True)
+
+    def to_device(self, value: object, stream: int) -> object:
+        """Return a tensor as one on this port's GPU, copied on ``stream``."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        with self.using(stream):
+            return value.to(self._device)
+
     def using(self, stream: int) -> AbstractContextManager[object]:
         """Make ``stream`` current if it is not; worker threads have another current stream."""
         if stream != self.current_stream():

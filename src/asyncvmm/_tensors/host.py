@@ -78,6 +78,14 @@ class HostPort:
         """Return 0: host memory has no stream."""
         return 0
 
+    def to_host(self, tensor: Tensor, stream: int) -> Tensor:
+        """Return a copy in host memory."""
+        return tensor.detach().to("cpu", copy=True)
+
+    def to_device(self, value: object, stream: int) -> object:
+        """Return the value: host memory is this port's device."""
+        return value
+
     def using(self, stream: int) -> AbstractContextManager[object]:
         """Do nothing: host memory has no stream."""
         return nullcontext()
