@@ -6,9 +6,11 @@ import argparse
 import json
 import signal
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.progress import Bar, Progress, Quiet
 from benchmarks.table import show
 from benchmarks.targets import Verdict
 from benchmarks.workloads import WORKLOADS, Workload
@@ -76,12 +78,20 @@ def _run(options: argparse.Namespace) -> int:
             "seconds": asked.seconds,
         },
     }
-    conductor = Conductor(asked, _say)
     signal.signal(signal.SIGTERM, _terminated)
-    for _ in conductor.run():  # what is done is kept if the rest is not reached
-        result = head | {"skipped": conductor.skipped, "rows": conductor.rows}
-        options.json.write_text(dumps(result))
+    with ExitStack() as stack:
+        conductor = Conductor(asked, _progress(len(asked.workloads), stack))
+        for _ in conductor.run():  # what is done is kept if the rest is not reached
+            result = head | {"skipped": conductor.skipped, "rows": conductor.rows}
+            options.json.write_text(dumps(result))
     return 0
+
+
+def _progress(total: int, stack: ExitStack) -> Progress:
+    if sys.stderr.isatty():
+        with suppress(ImportError):
+            return stack.enter_context(Bar(total))
+    return Quiet()
 
 
 def _terminated(number: int, _: object) -> None:
@@ -93,10 +103,6 @@ def dumps(result: dict[str, Any]) -> str:
     rows = ",\n  ".join(json.dumps(row) for row in result["rows"])
     head = json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1)
     return f'{head[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -150,8 +156,17 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _list(_: argparse.Namespace) -> int:
-    for workload in WORKLOADS.values():
-        sys.stdout.write(f"{workload.name:<24} {workload.about}\n")
+    from benchmarks.transports import MODULES, UnavailableError, load
+
+    transports = []
+    for name in MODULES:
+        try:
+            transports.append((name, load(name).about))
+        except UnavailableError as error:
+            transports.append((name, f"not here: {error}"))
+    show("transports", ("name", "what a hand-off is"), transports, 2)
+    workloads = [(workload.name, workload.about) for workload in WORKLOADS.values()]
+    show("workloads", ("name", "what is asked"), workloads, 2)
     return 0
 
 

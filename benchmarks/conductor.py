@@ -14,6 +14,7 @@ from benchmarks import turns
 from benchmarks.allocation import allocate_and_free
 from benchmarks.lane import PATIENCE, Lane, LaneError
 from benchmarks.machine import available_bytes
+from benchmarks.progress import Progress
 from benchmarks.rows import Row, row
 from benchmarks.setting import Loop, Setting
 from benchmarks.transports import UnavailableError, load
@@ -24,8 +25,6 @@ MEMORY_SHARE = 0.5
 """How much of the memory that is available now all lanes of a workload may take together."""
 
 LEAST_DEPTH = 4
-
-Tell = Callable[[str], None]
 
 
 @dataclass
@@ -58,11 +57,11 @@ class Entrant:
 class Conductor:
     """Runs every workload of some options and keeps what came of it."""
 
-    def __init__(self, options: Options, tell: Tell) -> None:
+    def __init__(self, options: Options, progress: Progress) -> None:
         self.options = options
         self.rows: list[Row] = []
         self.skipped: list[dict[str, str]] = []
-        self._tell = tell
+        self._progress = progress
         self._context = _context()
         self._transports: dict[str, type[Transport]] = {}
         for name in options.transports:
@@ -78,11 +77,12 @@ class Conductor:
                 self._allocator(workload)
             else:
                 self._workload(workload)
+            self._progress.done()
             yield workload
 
     def _skip(self, name: str, workload: str, reason: str) -> None:
         self.skipped.append({"transport": name, "workload": workload, "reason": reason})
-        self._tell(f"{name} {workload}: skipped, {reason}")
+        self._progress.note(f"{name} {workload}: skipped, {reason}".replace(" :", ":"))
 
     def _allocator(self, workload: Workload) -> None:
         if "asyncvmm" not in self._transports or self.options.device != "cpu":
@@ -92,7 +92,6 @@ class Conductor:
             for _ in range(self.options.rounds)
         ]
         self.rows.append(row("asyncvmm", workload.name, "cpu", "none", rounds))
-        self._tell(f"asyncvmm {workload.name}: done")
 
     def _entrants(self, workload: Workload) -> list[Entrant]:
         """Return who takes part in a workload, with memory shared out among them."""
@@ -156,7 +155,7 @@ class Conductor:
             do(entrant)
         except (LaneError, OSError) as error:
             entrant.failed = str(error)
-            self._tell(f"{entrant.name} {workload.name} {entrant.loop}: failed, {error}")
+            self._progress.note(f"{entrant.name} {workload.name} {entrant.loop}: failed, {error}")
             if entrant.lane is not None:
                 entrant.lane.__exit__()
                 entrant.lane = None
@@ -178,7 +177,7 @@ class Conductor:
             assert entrant.lane is not None
             found = turns.TURNS[workload.kind](entrant.lane, workload, seconds)
         entrant.rounds.append(found)
-        self._tell(f"{entrant.name} {workload.name} {entrant.loop}: round {len(entrant.rounds)}")
+        self._progress.step(f"{workload.name}: {entrant.name}, round {len(entrant.rounds)}")
 
     def _row(self, workload: Workload, entrant: Entrant) -> Row:
         setting = entrant.setting

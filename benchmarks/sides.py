@@ -46,6 +46,7 @@ def _be(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the conductor ends us
     with open(setting.folder / f"{role}.err", "w") as errors:
+        os.dup2(errors.fileno(), 1)
         os.dup2(errors.fileno(), 2)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -10,15 +10,16 @@ def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], left: i
     """Write a table to standard output; the first ``left`` columns are text."""
     try:
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table
     except ImportError:
         sys.stdout.write(plain(title, head, rows, left))
         return
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     for at, name in enumerate(head):
         table.add_column(name, justify="left" if at < left else "right", no_wrap=at < left)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 

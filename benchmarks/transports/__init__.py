@@ -13,6 +13,10 @@ MODULES = {
     "torch_mp": "torch_mp:TorchMP",
     "torch_mp_reused": "torch_mp:TorchMPReused",
     "pickle_uds": "pickle_uds:PickleUDS",
+    "zmq": "zeromq:ZMQ",
+    "iceoryx2": "iceoryx:Iceoryx",
+    "ucxx": "ucxx:UCXX",
+    "nixl": "nixl:NIXL",
     "floor": "floor:Floor",
     "floor_reserve": "floor:FloorReserve",
     "floor_loop": "floor:FloorLoop",
@@ -34,8 +38,11 @@ def load(name: str) -> type[Transport]:
     module, _, attribute = where.partition(":")
     try:
         found: type[Transport] = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        hint = "pip install 'asyncvmm[bench]'"
+        raise UnavailableError(f"{error.name} is not installed: {hint}") from error
     except ImportError as error:
-        raise UnavailableError(f"{error}; pip install 'asyncvmm[bench]'") from error
+        raise UnavailableError(str(error)) from error
     if not issubclass(found, Transport):
         raise KeyError(name)
     return found

@@ -43,7 +43,7 @@ class FloorProducer(Producer):
 
     async def __aenter__(self) -> Self:
         setting = self.setting
-        self._memory = _memory(setting).ProducerMemory(setting)
+        self._memory = self.memory()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(setting.folder / "floor"))
         self._listener.listen(setting.consumers)
@@ -54,6 +54,10 @@ class FloorProducer(Producer):
         self._in_slot: list[int | None] = [None] * setting.depth
         self._turn = 0
         return self
+
+    def memory(self) -> Any:
+        """Make the memory that payloads are put into."""
+        return _memory(self.setting).ProducerMemory(self.setting)
 
     async def __aexit__(self, *exc: object) -> None:
         for sock in self._sockets:
@@ -146,8 +150,12 @@ class FloorConsumer(Consumer):
     async def __aenter__(self) -> Self:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.connect(str(self.setting.folder / "floor"))
-        self._memory = _memory(self.setting).ConsumerMemory(self.setting, self._sock)
+        self._memory = self.memory(self._sock)
         return self
+
+    def memory(self, sock: socket.socket) -> Any:
+        """Take the other end of the producer's memory from a socket."""
+        return _memory(self.setting).ConsumerMemory(self.setting, sock)
 
     async def __aexit__(self, *exc: object) -> None:
         self._sock.close()
