@@ -38,6 +38,7 @@ from asyncvmm._exporter.acknowledgement import Acknowledgement as Acknowledgemen
 from asyncvmm._exporter.explaining import Explanation as Explanation
 from asyncvmm._exporter.explaining import Obstacle as Obstacle
 from asyncvmm._exporter.exporter import Exporter as Exporter
+from asyncvmm._exporter.latencies import Latencies as Latencies
 from asyncvmm._exporter.opening import open_exporter as open_exporter
 from asyncvmm._exporter.reservation import Reservation as Reservation
 from asyncvmm._exporter.reservation import WritableOwner as WritableOwner
@@ -92,6 +93,7 @@ __all__ = [
     "Group",
     "HandshakeError",
     "InvalidTensorError",
+    "Latencies",
     "LocalProtocolError",
     "LostTicketError",
     "NameInUseError",

@@ -179,6 +179,17 @@ async def test_competitors_are_told_apart_by_what_they_have_taken() -> None:
             (await pair.consumer.receive()).release()
 
 
+async def test_tickets_that_nobody_redeems_are_named() -> None:
+    """Kills: an exported owner that is said to wait for a rank which is attached."""
+    for route, who in ((asyncvmm.Broadcast(1), "rank 0"), (asyncvmm.Compete(), "a consumer")):
+        async with open_pair(slots=SLOTS, route=route) as pair:
+            exported = await pair.exporter.export(data(), key="k")
+            obstacle = only(pair.exporter)
+            assert (obstacle.kind, obstacle.who, obstacle.oldest) == ("unredeemed", who, "k")
+            assert f"{who} has yet to redeem the ticket of 1 owner" in str(obstacle)
+            assert pair.exporter.cancel(exported["x"])
+
+
 async def test_a_reservation_that_is_not_published_is_named() -> None:
     """Kills: a loan of this very process that shows in no explanation."""
     spec = {"x": asyncvmm.TensorSpec((5,), "int8")}

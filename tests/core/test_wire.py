@@ -81,6 +81,7 @@ greetings = st.one_of(
     ),
     st.builds(wire.Rejected, texts, texts, st.lists(st.integers(-9, 9), max_size=64)),
     st.just(wire.Attached()),
+    st.builds(wire.Observe, st.binary(max_size=1024)),
 )
 DECODERS: dict[str, Callable[[bytes], object]] = {
     "from consumer": wire.decode_from_consumer,
@@ -168,6 +169,7 @@ GOLDEN: dict[str, tuple[wire.Message, str]] = {
     "release": (wire.Release(1, 2), "95090102c40000"),
     "refuse": (wire.Refuse(1, 2, "r"), "940a0102a172"),
     "goodbye": (wire.Goodbye(), "930b00a0"),
+    "observe": (wire.Observe(b"s"), "9214c40173"),
 }
 
 
@@ -270,6 +272,7 @@ def test_each_side_may_say_only_its_own_messages(direction: str) -> None:
         else [wire.Take(0, 1), wire.Release(0, 1), wire.Refuse(0, 1, "")]
     )
     others += [wire.Hello(0, None, "host"), wire.Rejected("", ""), wire.Attached()]
+    others += [wire.Observe()]
     for message in others:
         assert refused_or_read(DECODERS[direction], wire.frame([wire.encode(message)]))
 

@@ -116,6 +116,7 @@ MESSAGES: dict[Side, dict[int, list[Draw]]] = {
         10: [slot, generation, one_of(*TEXTS)],
         11: [natural, one_of(*TEXTS)],
         12: [],
+        20: [octets(1024)],
     },
     "exporter": {
         2: [octets(16), natural, one_of(0, 1, 2), region, one_of(0, 1, 2, 1 << 62), one_of(False)],
@@ -125,6 +126,8 @@ MESSAGES: dict[Side, dict[int, list[Draw]]] = {
         6: [slot, octets(64)],
         7: [owners],
         11: [natural, one_of(*TEXTS)],
+        21: [octets(16), one_of(*TEXTS), natural, natural, one_of(*TEXTS), value, one_of(*TEXTS),
+             value, natural, value, natural],
     },
 }  # fmt: skip
 

@@ -16,8 +16,12 @@ from tests.process import grammar
 from tests.process.raw import PAGE, memfd, packet, welcome
 
 HELLO = wire.encode_greeting(wire.Hello(1, None, "host"))
+OBSERVE = wire.encode_greeting(wire.Observe())
 ATTACHED = wire.encode_greeting(wire.Attached())
 REGION = RegionInfo("host", 4 * PAGE, PAGE, 4)
+STAGES = ["cold", "greeted", "observing", "attached", "attached", "attached"]
+"""How far a connection has come before it misbehaves; an exporter does not know the third."""
+
 GONE = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError, TimeoutError)
 
 
@@ -51,7 +55,7 @@ class Plan:
     def of(cls, chance: random.Random, side: grammar.Side) -> Self:
         """Draw one."""
         return cls(
-            stage=chance.choice(["cold", "greeted", "attached", "attached", "attached"]),
+            stage=chance.choice(STAGES),
             packets=[
                 (grammar.packet(chance, side), chance.choice([0] * 30 + [1, 1, 1, 2, 50]))
                 for _ in range(chance.choice([1, 10, 40]))
@@ -70,7 +74,12 @@ def attack_exporter(address: str, plan: Plan) -> int:
     ):
         sock.settimeout(5)
         sock.connect(address)
-        if plan.stage != "cold":
+        if plan.stage == "observing":
+            put(sock, OBSERVE)
+            if not read(sock):
+                return 1
+            sent += 1
+        elif plan.stage != "cold":
             put(sock, HELLO)
             if not read(sock) or not read(sock):  # the welcome and the segment, or refused
                 return 1

@@ -19,6 +19,7 @@ import torch
 
 import asyncvmm
 from asyncvmm._types import Route
+from asyncvmm.cli.observing import Watch
 from tests.process.harness import until
 from tests.process.patterns import features, note, wrong
 from tests.process.ports import PausingPort, UnmappablePort
@@ -613,3 +614,21 @@ async def read_stream(me: Me) -> int:
             at += 1
         batch.release()
     return at
+
+
+# -- observers ---------------------------------------------------------------------------------
+
+
+async def observe(me: Me, name: str, stay: bool = False) -> str:
+    """Look at an exporter; return its name, or why it refuses; ``stay`` connected if told so."""
+    watch = Watch([name])
+    try:
+        (observer,) = watch.look(5.0)
+    except asyncvmm.HandshakeError as error:
+        return error.reason
+    if stay:
+        me.kept["watch"] = watch
+    else:
+        watch.close()
+    assert observer.now is not None
+    return observer.now.name

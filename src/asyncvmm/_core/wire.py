@@ -1,8 +1,9 @@
 """Messages, packets, limits, version.
 
 A packet is one MessagePack array of messages; a message is an array that begins with its tag.
-The packets of the handshake (Hello, Welcome or Rejected, Attached) carry four magic bytes and the
-version before that, so that two ends of different versions can still say so.  Every field is
+The packets of the handshake (Hello, Welcome or Rejected, Attached), and those of observers, carry
+four magic bytes and the version before that, so that two ends of different versions can still say
+so.  Every field is
 typed and bounded here; what a field may *name* is checked by the cores.
 
 This module does not know which side it is on.
@@ -17,6 +18,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from asyncvmm._core.observation import MAX_SECRET as MAX_SECRET
+from asyncvmm._core.observation import Observe as Observe
+from asyncvmm._core.observation import Snapshot as Snapshot
 from asyncvmm._core.ticket_messages import Denied as Denied
 from asyncvmm._core.ticket_messages import PutBack as PutBack
 from asyncvmm._core.ticket_messages import Redeem as Redeem
@@ -39,7 +43,6 @@ MAX_FEATURES = 1024
 MAX_EVENT_HANDLE = 64
 MAX_TEXT = 1024
 MAX_KEY = 4096
-MAX_SECRET = 1024
 MAX_WINDOW = 65536
 
 _Natural: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
@@ -173,7 +176,7 @@ class Goodbye(msgspec.Struct, array_like=True, frozen=True, tag=11):
 
 FromConsumer: TypeAlias = Take | Release | Refuse | Goodbye | Redeem | Waive | PutBack
 FromExporter: TypeAlias = Segment | Unmap | Ready | Deliver | Goodbye | Denied
-Greeting: TypeAlias = Hello | Welcome | Rejected | Attached
+Greeting: TypeAlias = Hello | Welcome | Rejected | Attached | Observe | Snapshot
 Message: TypeAlias = Greeting | FromConsumer | FromExporter
 
 _encoder = msgspec.msgpack.Encoder()
@@ -196,7 +199,12 @@ def check_secret(secret: object) -> bytes:
 
 def clip(text: str) -> str:
     """Return what a text field can carry of a text that nobody should have to check."""
-    return text.encode("utf-8", "replace").decode()[:MAX_TEXT]
+    return printable(text)[:MAX_TEXT]
+
+
+def printable(text: str) -> str:
+    """Return a text without what no packet can carry: lone surrogates."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def check_key(key: object) -> None:

@@ -21,6 +21,7 @@ from asyncvmm._errors import AsyncVMMError, ClosedError, PeerLostError, RemotePr
 from asyncvmm._exporter.access import Access
 from asyncvmm._exporter.connection import Connection
 from asyncvmm._exporter.handshake import Handshake
+from asyncvmm._exporter.observing import Observers
 from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch, PeerIdentity
 from asyncvmm._types import SegmentInfo
@@ -55,6 +56,7 @@ class Connections:
         pump: Callable[[], None],
         gone: Callable[[int, bool], None],
         open_release: Callable[[int, int, bytes], None],
+        observers: Observers,
         debug: bool,
         consumer_count: int,
     ) -> None:
@@ -69,6 +71,7 @@ class Connections:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed: list[asyncio.Future[None]] = []
         self._closed = False
+        self._observers = observers
         self.handshake = Handshake(
             core,
             region,
@@ -79,6 +82,7 @@ class Connections:
             admitted=self._admit,
             opened=self._on_open,
             rejected=self._on_reject,
+            observers=observers,
         )
 
     # -- coming in ---------------------------------------------------------------------------
@@ -105,6 +109,8 @@ class Connections:
             return
         if conn.peer is None:
             self.handshake.greet(conn, packet)
+            if conn in self._observers:
+                self._greeting.pop(conn, None)
             return
         if conn.peer.state is PeerState.CONNECTING:
             self.handshake.attach(conn, packet)
@@ -209,6 +215,7 @@ class Connections:
 
     def _forget(self, conn: Connection) -> None:
         self._greeting.pop(conn, None)
+        self._observers.forget(conn)
         if conn.peer is not None:
             self.open.pop(conn.peer.id, None)
         conn.close()
@@ -274,6 +281,7 @@ class Connections:
 
     async def finish(self) -> None:
         """Send every last word, let peers hang up, close every socket."""
+        self._observers.close()
         conns = [*self.open.values(), *self._greeting]
         await asyncio.gather(*(self._hang_up(conn) for conn in conns))
         if self._tasks:
@@ -283,6 +291,7 @@ class Connections:
         """Close every socket at once."""
         self._closed = True
         self.changed()
+        self._observers.close()
         for conn in [*self.open.values(), *self._greeting]:
             conn.link.abort()
             self._forget(conn)

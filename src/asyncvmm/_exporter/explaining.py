@@ -29,9 +29,14 @@ MOST_CAUSES = 64
 """Causes remembered; of more the one seen longest ago is forgotten."""
 
 Kind: TypeAlias = Literal[
-    "held", "untaken", "lingering", "quarantined", "unattached", "unclaimed", "draining",
-    "copying", "filling", "broken",
+    "held", "untaken", "lingering", "quarantined", "unattached", "unclaimed", "unredeemed",
+    "draining", "copying", "filling", "broken",
 ]  # fmt: skip
+
+Keeper: TypeAlias = tuple[Kind, Key | None, int]
+"""How, by whom, and the id of the peer, or one of the two below."""
+
+OURS, GONE = -1, -2
 
 _SAYS: dict[Kind, tuple[str, str]] = {
     "held": (
@@ -59,6 +64,10 @@ _SAYS: dict[Kind, tuple[str, str]] = {
         "has credit, and {owners} wait for one that has",
         "a consumer has to connect or to take what it was sent",
     ),
+    "unredeemed": (
+        "has yet to redeem the ticket of {owners}",
+        "it has to redeem them or to acknowledge them unread; cancel() here withdraws them",
+    ),
     "draining": (
         "let go of {owners} on which its device still works",
         "the kernels queued ahead of its release have to end",
@@ -83,8 +92,8 @@ class Obstacle:
     """Some owners that are not back, and the one party that keeps them."""
 
     kind: Kind
-    """How they are kept: held, untaken, lingering, quarantined, unattached, unclaimed, draining,
-    copying, filling or broken."""
+    """How they are kept: held, untaken, lingering, quarantined, unattached, unclaimed, unredeemed,
+    draining, copying, filling or broken."""
     member: Key | None
     """A rank or a name; None for the exporter's own process, or for "no consumer"."""
     pid: int
@@ -103,6 +112,8 @@ class Obstacle:
         """Name the party, as ``rank 0 (pid 4711)``."""
         if self.kind == "unclaimed":
             return "no consumer"
+        if self.kind == "unredeemed" and self.member is None:
+            return "a consumer"
         if self.member is None:
             return "this process"
         name = f"rank {self.member}" if isinstance(self.member, int) else f"{self.member!r:.80}"
@@ -179,19 +190,19 @@ def explain(exporter: Exporter) -> Explanation:
 
 
 def _obstacles(exporter: Exporter) -> tuple[Obstacle, ...]:
-    groups: dict[tuple[Kind, Key | None, int], list[Record]] = {}
+    groups: dict[Keeper, list[Record]] = {}
     for record in exporter._core.records.values():
         for found in _keepers(exporter, record):
             groups.setdefault(found, []).append(record)
     now = monotonic()
     obstacles = []
-    for (kind, member, pid), records in groups.items():
+    for (kind, member, peer), records in groups.items():
         oldest = min(records, key=lambda record: record.stamp or now)
         obstacles.append(
             Obstacle(
                 kind,
                 member,
-                pid,
+                _pid(exporter, peer),
                 owners=len(records),
                 nbytes=sum(record.nbytes for record in records),
                 since=now - (oldest.stamp or now),
@@ -202,24 +213,28 @@ def _obstacles(exporter: Exporter) -> tuple[Obstacle, ...]:
     return tuple(sorted(obstacles, key=lambda each: -each.since))
 
 
-def _keepers(exporter: Exporter, record: Record) -> Iterator[tuple[Kind, Key | None, int]]:
-    """Yield how and by whom one owner is kept, with the process's number."""
+def _keepers(exporter: Exporter, record: Record) -> Iterator[Keeper]:
+    """Yield how and by whom one owner is kept, and the peer whose process it is."""
     core = exporter._core
     state = core.slots.states[record.slot]
     if state is SlotState.FILLING:
-        yield "filling", None, exporter._made_in
+        yield "filling", None, OURS
     elif state is SlotState.DRAINING:
         yield from _drainers(exporter, record)
     elif not record.holders and not record.waiting:
-        yield "broken", None, exporter._made_in
+        yield "broken", None, OURS
     for holder in sorted(record.holders):
         peer = core.peers[holder]
-        yield _how(peer, record), peer.member, _pid(exporter, peer.id)
+        yield _how(peer, record), peer.member, peer.id
     for member in sorted(record.waiting, key=str):
-        yield ("unclaimed", None, 0) if member == ANYONE else ("unattached", member, 0)
+        anyone = member == ANYONE
+        kind: Kind = "unclaimed" if anyone else "unattached"
+        yield "unredeemed" if record.exported else kind, None if anyone else member, GONE
 
 
 def _pid(exporter: Exporter, peer_id: int) -> int:
+    if peer_id == OURS:
+        return exporter._made_in
     connection = exporter._connections.open.get(peer_id)
     return connection.identity.pid if connection else 0
 
@@ -234,17 +249,17 @@ def _how(peer: Peer, record: Record) -> Kind:
     return "held"
 
 
-def _drainers(exporter: Exporter, record: Record) -> Iterator[tuple[Kind, Key | None, int]]:
+def _drainers(exporter: Exporter, record: Record) -> Iterator[Keeper]:
     peers = exporter._draining.pending(record)
     ours = peers <= {READY}  # also while a copy in a worker thread is all that is waited for
     if ours:
-        yield "copying", None, exporter._made_in
+        yield "copying", None, OURS
     # Who released it is known by name even if it has left since.
     members = dict(zip((peer for peer, _ in record.released_by), record.released, strict=False))
     for peer in sorted(peers - {READY}):
         known = exporter._core.peers.get(peer)
         member = known.member if known else members.get(peer, "a consumer that left")
-        yield "draining", member, _pid(exporter, peer)
+        yield "draining", member, peer
 
 
 class Telling:

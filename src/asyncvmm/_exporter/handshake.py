@@ -25,6 +25,7 @@ from asyncvmm._errors import (
 )
 from asyncvmm._exporter.access import Access
 from asyncvmm._exporter.connection import Connection
+from asyncvmm._exporter.observing import Observers
 from asyncvmm._fds import OwnedFd
 from asyncvmm._types import SegmentInfo
 
@@ -50,6 +51,7 @@ class Handshake:
         admitted: Callable[[Connection], None],
         opened: Callable[[Connection], None],
         rejected: Callable[[Connection], None],
+        observers: Observers,
     ) -> None:
         self.identity = os.urandom(16)
         self.leaving: set[int] = set()  # segments that are being given back
@@ -62,6 +64,7 @@ class Handshake:
         self._admitted = admitted
         self._opened = opened
         self._rejected = rejected
+        self._observers = observers
 
     def check_user(self, conn: Connection) -> bool:
         """Refuse a process of a user that may not connect; say whether it may."""
@@ -77,11 +80,14 @@ class Handshake:
         return False
 
     def greet(self, conn: Connection, packet: memoryview) -> None:
-        """Take a hello: give the consumer a seat, or a reason why not."""
+        """Take a hello: give the consumer a seat, tell the observer, or say why not."""
         try:
             hello = wire.decode_greeting(packet)
-            if not isinstance(hello, wire.Hello):
-                raise RemoteProtocolError(f"a consumer began with a {type(hello).__name__}")
+            if isinstance(hello, wire.Observe):
+                self._check_secret(hello.secret)
+                return self._observers.answer(conn)
+            if not isinstance(hello, wire.Hello) or conn in self._observers:
+                raise RemoteProtocolError(f"a peer began with a {type(hello).__name__}")
             self._check(hello)
             conn.peer = self._core.admit(hello.rank, hello.name, hello.window)
         except VersionMismatchError as error:
@@ -109,7 +115,10 @@ class Handshake:
                 f"writable={info.writable}, the consumer writable={hello.writable}",
                 reason="writable",
             )
-        if not hmac.compare_digest(hello.secret, self._access.secret):
+        self._check_secret(hello.secret)
+
+    def _check_secret(self, secret: bytes) -> None:
+        if not hmac.compare_digest(secret, self._access.secret):
             raise AccessDeniedError("the consumer's secret is not the exporter's")
 
     async def _welcome(self, conn: Connection, peer: Peer) -> None:

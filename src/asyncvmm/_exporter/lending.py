@@ -64,12 +64,8 @@ class Lending:
         self._connections = connections
         self._debug = debug
         self._elastic: Elastic
-        self._room = Room(
-            core.fits,
-            lambda nbytes: self._elastic.want(nbytes),
-            Telling(name, partial(explain, self)).tell,
-            explain_after,
-        )
+        late = Telling(name, partial(explain, self)).tell
+        self._room = Room(core.fits, lambda size: self._elastic.want(size), late, explain_after)
         self._draining = Draining(region, self._freed, core.fence_failed)
         self._copier = Copier(port, self._draining)
         self._next_key = 0
@@ -237,6 +233,7 @@ class Lending:
         while core.draining:
             draining, core.draining = core.draining, []
             if self._fenced or self._draining.copying:
+                self._counters.let_go(draining)
                 self._draining.begin(draining)
             else:
                 for record in draining:
@@ -253,6 +250,7 @@ class Lending:
         ack = record.acknowledgement
         if isinstance(ack, Acknowledgement):
             counters.acknowledged += 1
+            counters.handoff.add(monotonic() - record.stamp)
             counters.refused += len(record.refused)
             counters.lost += len(record.lost)
             ack._settle(record)

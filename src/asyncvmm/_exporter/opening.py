@@ -21,6 +21,7 @@ from asyncvmm._exporter.access import Access
 from asyncvmm._exporter.connections import Connections
 from asyncvmm._exporter.elastic import Elastic
 from asyncvmm._exporter.exporter import Exporter
+from asyncvmm._exporter.observing import Observers, snapshot
 from asyncvmm._exporter.tracing import follow
 from asyncvmm._io.chrome import write
 from asyncvmm._io.listener import Listener
@@ -160,6 +161,7 @@ class open_exporter:
                 pump=lambda: exporter._pump(),
                 gone=lambda peer, died: exporter._draining.gone(peer, died=died),
                 open_release=lambda *event: exporter._draining.open_release(*event),
+                observers=Observers(lambda: snapshot(exporter)),
                 debug=self._debug,
                 consumer_count=(
                     self._route.consumer_count if isinstance(self._route, Broadcast) else 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from asyncvmm._core.ledger import Peer, Record
 from asyncvmm._core.slots import SlotState
+from asyncvmm._exporter.latencies import Histogram
 from asyncvmm._exporter.statistics import (
     ConsumerStatistics,
     OwnerStatistics,
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 class Counters:
     """What only ever rises."""
 
+    opened: float = field(default_factory=monotonic)
     published: int = 0
     acknowledged: int = 0
     refused: int = 0
@@ -31,10 +34,19 @@ class Counters:
     copied_bytes: int = 0
     high_water: int = 0
     fallbacks: int = 0
+    handoff: Histogram = field(default_factory=Histogram)
+    release: Histogram = field(default_factory=Histogram)
+
+    def let_go(self, records: Iterable[Record]) -> None:
+        """Note that nobody holds these owners any more."""
+        now = monotonic()
+        for record in records:
+            if record.published:
+                self.release.add(now - record.stamp)
 
 
-def report(exporter: Exporter) -> PoolStatistics:
-    """Return the exporter's numbers, all of one moment."""
+def report(exporter: Exporter, owners: int | None = None) -> PoolStatistics:
+    """Return the exporter's numbers, all of one moment; of the oldest ``owners`` if so many."""
     core = exporter._core
     counters = exporter._counters
     room = exporter._room
@@ -42,6 +54,8 @@ def report(exporter: Exporter) -> PoolStatistics:
     segments = exporter._region.segments()
     capacity, free = core.bytes.capacity, core.bytes.free_bytes
     counts = core.slots.counts
+    # Where nothing is fenced the memory is back in the moment in which the last one lets go.
+    released = counters.release if exporter._fenced else counters.handoff
     now = monotonic()
     records = sorted(core.records.values(), key=lambda r: r.stamp or now)
     return PoolStatistics(
@@ -62,7 +76,7 @@ def report(exporter: Exporter) -> PoolStatistics:
         oldest_wait=room.oldest_wait,
         waits=room.waits,
         longest_wait=room.longest_wait,
-        total_wait=room.total_wait,
+        total_wait=room.latencies.total,
         published=counters.published,
         acknowledged=counters.acknowledged,
         refused=counters.refused,
@@ -72,7 +86,10 @@ def report(exporter: Exporter) -> PoolStatistics:
         fallbacks=counters.fallbacks,
         exported=core.tally.exported,
         cancelled=core.tally.cancelled,
-        owners=tuple(_owner(exporter, record, now) for record in records),
+        handoff=counters.handoff.latencies(),
+        release=released.latencies(),
+        wait=room.latencies.latencies(),
+        owners=tuple(_owner(exporter, record, now) for record in records[:owners]),
         consumers=tuple(_consumer(exporter, peer, now) for peer in core.peers.values()),
     )
 

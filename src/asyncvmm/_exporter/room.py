@@ -15,6 +15,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from asyncvmm._errors import AsyncVMMError, ClosedError
+from asyncvmm._exporter.latencies import Histogram
 
 SHORTEST_LOOK = 0.01
 """Seconds between two looks at a head that is late, however little patience there is."""
@@ -58,7 +59,7 @@ class Room:
         self._closed = False
         self.waits = 0
         self.longest_wait = 0.0
-        self.total_wait = 0.0
+        self.latencies = Histogram()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -108,7 +109,7 @@ class Room:
         if waited:
             self.waits += 1
             seconds = monotonic() - waiter.since
-            self.total_wait += seconds
+            self.latencies.add(seconds)
             self.longest_wait = max(self.longest_wait, seconds)
         # The next in the queue may have its turn now, whether this one took the room or not;
         # it looks for itself, after the caller's synchronous part.

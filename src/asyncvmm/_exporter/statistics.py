@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncvmm._exporter.latencies import Latencies
 from asyncvmm._types import Key
 
 
@@ -104,6 +105,13 @@ class PoolStatistics:
     """Owners published by ticket; they are among ``published``."""
     cancelled: int
     """Of those: withdrawn before everybody had redeemed them."""
+    handoff: Latencies
+    """From an owner's publication to its memory being back."""
+    release: Latencies
+    """From an owner's publication to the last consumer letting go of it; what is between the two
+    is the device's work that was still to be waited for."""
+    wait: Latencies
+    """What those waited that had to wait for room."""
     owners: tuple[OwnerStatistics, ...]
     """Those that are out, oldest first."""
     consumers: tuple[ConsumerStatistics, ...]

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from asyncvmm.cli.demo.command import demo
+from asyncvmm.cli.top.command import top
 from asyncvmm.cli.traces import traces
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.add_typer(traces)
+app.command()(top)
 
 
 def show_version(wanted: bool) -> None:

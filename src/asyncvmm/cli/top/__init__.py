@@ -1,0 +1,1 @@
+"""``asyncvmm top``: what running exporters do."""
