@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import asyncvmm
+from asyncvmm.testing import Process
 from asyncvmm.testing.counters import pool_mappings
 from tests.process.harness import Peers, turns
 from tests.process.patterns import features, note
@@ -25,6 +26,9 @@ OTHER = "exception occurred:"
 
 BY_SIGINT = -signal.SIGINT
 """How an interpreter ends after a KeyboardInterrupt that nobody caught."""
+
+HANDLED = -1000
+"""It ends with 0, and asyncio prints the traceback of its task."""
 
 
 def program(body: str) -> str:
@@ -144,6 +148,54 @@ CONSUMERS: dict[str, tuple[str, int]] = {
         """,
         BY_SIGINT,
     ),
+    "gets Ctrl-C while it computes": (
+        """
+        async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+            with await consumer.receive() as batch:
+                view = batch[0]["bytes"]
+                tell("ready")
+                while True:
+                    view.sum()
+                    await asyncio.sleep(0)
+        """,
+        BY_SIGINT,
+    ),
+    "has a task that fails and that nobody asks": (
+        """
+        async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+            async def work():
+                batch = await consumer.receive()
+                kept["view"] = batch[0]["bytes"]
+                raise ValueError("mine")
+            kept["task"] = asyncio.create_task(work())
+            await asyncio.wait([kept["task"]])
+            tell("ready")
+        del kept["task"]
+        """,
+        HANDLED,
+    ),
+    "leaves a thread behind that has a view": (
+        """
+        import threading
+        async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+            batch = await consumer.receive()
+            def work(view, wait=threading.Event().wait):
+                wait()
+            threading.Thread(target=work, args=[batch[0]["bytes"]], daemon=True).start()
+            tell("ready")
+        """,
+        0,
+    ),
+    "raises with views in globals": (
+        """
+        async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+            kept["batches"] = [await consumer.receive() for _ in range(2)]
+            kept["view"] = kept["batches"][0][0]["bytes"]
+            tell("ready")
+            raise ValueError("mine")
+        """,
+        1,
+    ),
     "keeps views in globals": (
         """
         async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
@@ -176,6 +228,14 @@ CONSUMERS: dict[str, tuple[str, int]] = {
 }
 
 
+def check_end(peer: Process, status: int) -> None:
+    """See that a program ended as it was to, and printed what is Python's and one line at most."""
+    assert peer.status() == (0 if status == HANDLED else status)
+    assert len(beyond_traceback(peer.printed)) <= 1
+    if status != 3:  # see beyond_traceback
+        assert ("Traceback" in "".join(peer.printed)) == (status in {1, BY_SIGINT, HANDLED})
+
+
 @pytest.mark.parametrize(("body", "status"), CONSUMERS.values(), ids=CONSUMERS)
 async def test_a_consumer_program_that_ends_gives_everything_back(
     peers: Peers, body: str, status: int
@@ -194,9 +254,7 @@ async def test_a_consumer_program_that_ends_gives_everything_back(
         async with asyncio.timeout(PROMPTLY):
             for ack in acks:
                 await ack
-        assert peer.status() == status
-        assert len(beyond_traceback(peer.printed)) <= 1
-        assert status == 3 or ("Traceback" in "".join(peer.printed)) == (status in {1, BY_SIGINT})
+        check_end(peer, status)
         assert e.statistics().slots.free == 4
         assert e.statistics().consumers == ()
 
@@ -254,6 +312,37 @@ EXPORTERS: dict[str, tuple[str, int, type[Exception]]] = {
         BY_SIGINT,
         asyncvmm.PeerLostError,
     ),
+    "gets Ctrl-C while it waits for room": (
+        """
+        options = {"pool_bytes": "64KiB", "slots": 3}
+        async with asyncvmm.open_exporter("pool", device="cpu", **options) as exporter:
+            await sending(exporter)
+            await exporter.send({"x": torch.ones(9)})
+        """,
+        BY_SIGINT,
+        asyncvmm.PeerLostError,
+    ),
+    "gets Ctrl-C while it computes inside a reservation": (
+        """
+        async with asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB") as exporter:
+            await sending(exporter)
+            async with exporter.reserve({"x": asyncvmm.TensorSpec((9,), "uint8")}) as owner:
+                while True:
+                    owner["x"].add_(1)
+                    await asyncio.sleep(0)
+        """,
+        BY_SIGINT,
+        asyncvmm.PeerLostError,
+    ),
+    "calls os._exit": (
+        """
+        async with asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB") as exporter:
+            await sending(exporter)
+            os._exit(7)
+        """,
+        7,
+        asyncvmm.PeerLostError,
+    ),
     "gets Ctrl-C while it closes": (
         """
         options = {"pool_bytes": "64KiB", "close_timeout": 60}
@@ -297,18 +386,34 @@ async def test_an_exporter_program_that_ends_leaves_what_was_received(
             async with asyncio.timeout(PROMPTLY):
                 await consumer.receive()
         assert [batch[0]["x"].tolist() for batch in held] == [[i] * 100 for i in range(3)]
-        assert peer.status() == status
-        assert len(beyond_traceback(peer.printed)) <= 1
-        assert status == 3 or ("Traceback" in "".join(peer.printed)) == (status in {1, BY_SIGINT})
+        check_end(peer, status)
         for batch in held:
             batch.release()
         del batch, held
         await turns()
         assert pool_mappings() == []
     left = os.listdir(folder / "asyncvmm")
-    assert left == (["pool.sock"] if "__aenter__" in body else [])
+    stale = "__aenter__" in body or "_exit" in body.replace("sys.exit", "")
+    assert left == (["pool.sock"] if stale else [])
     async with asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB"):
         pass  # the name can be had by the next
+
+
+async def test_ctrl_c_ends_a_consumer_that_waits_for_its_exporter(
+    peers: Peers, folder: Path
+) -> None:
+    """Kills: a loop over attempts to connect that takes Ctrl-C for one more failure."""
+    body = """
+    tell("ready")
+    async with asyncvmm.connect("pool", device="cpu", rank=0, wait=True):
+        pass
+    """
+    peer = peers.start(script=program(body))
+    await peer.at("ready")
+    peer.signal(signal.SIGINT)
+    await peer.died()
+    check_end(peer, BY_SIGINT)
+    assert not (folder / "asyncvmm").exists() or not os.listdir(folder / "asyncvmm")
 
 
 # -- a whole interpreter -------------------------------------------------------------------------
