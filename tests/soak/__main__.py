@@ -46,10 +46,13 @@ PACKETS = 100_000
 class Soak:
     """One run."""
 
-    def __init__(self, peers: Peers, folder: Path, options: argparse.Namespace) -> None:
+    def __init__(
+        self, peers: Peers, folder: Path, options: argparse.Namespace, console: Console
+    ) -> None:
         self.peers = peers
         self.folder = folder
         self.options = options
+        self.console = console
         self.began = time.monotonic()
         self.report = Report(options.seed, options.loop, options.minutes)
 
@@ -72,9 +75,23 @@ class Soak:
         chosen = [self.lane(name, lanes.pop(name)) for name in self.options.only or LANES]
         for left in lanes.values():
             left.close()
+        telling = asyncio.create_task(self.tell())
         await asyncio.gather(*chosen)
+        telling.cancel()
         self.report.seconds = time.monotonic() - self.began
         return self.report
+
+    async def tell(self) -> None:
+        """Say on a terminal how far it is."""
+        with self.console.status("") as line:
+            while True:
+                seconds = time.monotonic() - self.began
+                problems = f", {len(found)} PROBLEMS" if (found := self.report.problems) else ""
+                line.update(
+                    f"{seconds:,.0f} s: {self.report.owners:,} owners, {self.report.kills} kills"
+                    f"{problems}"
+                )
+                await asyncio.sleep(1)
 
     async def lane(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         """Do one thing, and note how it failed."""
@@ -85,12 +102,9 @@ class Soak:
 
     async def stream(self) -> None:
         """Stream for as long as there is time, and at least so many owners."""
-        stream = Stream(
-            self.peers, self, self.options.owners, alone=self.options.only == ["stream"]
-        )
-        self.report.stream = stream.looks
+        alone = self.options.only == ["stream"]
+        stream = Stream(self.peers, self, self.report, self.options.owners, alone=alone)
         self.report.problems += await stream.run()
-        self.report.owners = stream.owners
 
     async def fuzz(self, victim: str, attack: Any, seed: int) -> None:
         """Fuzz one victim for as long as there is time, and with at least so many packets."""
@@ -134,7 +148,7 @@ class Soak:
         return self.share == 1 and self.report.kills >= self.options.kills
 
 
-async def soak(options: argparse.Namespace) -> Report:
+async def soak(options: argparse.Namespace, console: Console) -> Report:
     """Run it in a folder of its own, of which nothing may be left."""
     shared = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory(prefix="avmm-soak-") as name:
@@ -143,7 +157,7 @@ async def soak(options: argparse.Namespace) -> Report:
         with fork_server() as server:
             before = Counters.of().descriptors
             async with Peers(server, deadline=100 * 3600) as peers:
-                report = await Soak(peers, folder, options).run()
+                report = await Soak(peers, folder, options, console).run()
             after = Counters.of().descriptors
         names = os.listdir(folder / "asyncvmm") if (folder / "asyncvmm").exists() else []
     if names:
@@ -174,10 +188,10 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     """Run, report; return the exit status."""
-    chosen = options()
+    chosen, console = options(), Console()
     with asyncio.Runner(loop_factory=LOOPS[chosen.loop]) as runner:
-        report = runner.run(soak(chosen))
-    report.show(Console())
+        report = runner.run(soak(chosen, console))
+    report.show(console)
     if chosen.report:
         report.write(chosen.report)
     return 1 if report.problems else 0

@@ -26,14 +26,17 @@ class Look:
     seconds: float
     per_second: float
     """Owners, in this tenth."""
-    alone_p50: float
+    alone_p10: float
     """From ``send`` to the acknowledgement with nothing else in flight, in seconds."""
+    alone_p50: float
     alone_p99: float
     in_flight_p50: float
     """The same with as many in flight as there are slots, over this tenth."""
     in_flight_p99: float
     cpu_us: dict[str, float]
     """Processor time per owner in this tenth, in microseconds, by process."""
+    load: float
+    """The machine's load average at its end: how many wanted a processor."""
     descriptors: dict[str, dict[str, int]]
     mappings: dict[str, int]
     threads: dict[str, int]
@@ -101,15 +104,23 @@ class Report:
 def latency_table(looks: list[Look]) -> Table:
     """Return how quick the stream's tenths were, one a row."""
     table = Table(title=f"{looks[-1].owners:,} owners from one process to another")
-    for name in ("owners", "a second", "alone p50", "p99 us", "in flight p50", "p99 us", "CPU us"):
+    names = ("owners", "per s", "alone p10", "p50", "p99 us", "many p50", "p99 us", "CPU us")
+    for name in (*names, "load"):
         table.add_column(name, justify="right")
     for look in looks:
-        seconds = (look.alone_p50, look.alone_p99, look.in_flight_p50, look.in_flight_p99)
+        seconds = (
+            look.alone_p10,
+            look.alone_p50,
+            look.alone_p99,
+            look.in_flight_p50,
+            look.in_flight_p99,
+        )
         table.add_row(
             f"{look.owners:,}",
             f"{look.per_second:,.0f}",
             *(f"{each * 1e6:,.0f}" for each in seconds),
-            " + ".join(f"{each:.0f}" for each in look.cpu_us.values()),
+            "+".join(f"{each:.0f}" for each in look.cpu_us.values()),
+            f"{look.load:.0f}",
         )
     return table
 
