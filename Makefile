@@ -29,8 +29,6 @@ check: $(STAMP)  ## Run everything of `make test` but the tests.
 	@$(BIN)/lint-imports
 
 bench: $(STAMP)  ## Compare transports for some minutes, and write a report: ARGS="--loop both".
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		-c constraints.txt -e '.[dev,bench]'
 	@mkdir -p build
 	@$(BIN)/python -m benchmarks run --json build/bench.json $(ARGS)
 	@$(BIN)/python -m benchmarks report build/bench.json

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,8 @@ class Options:
     rounds: int = 3
     seconds: float = 0.25
     patience: float = PATIENCE
+    folder: Path | None = None
+    """Where lanes make their folders, if not where temporary files go.  Sockets need it short."""
 
 
 @dataclass
@@ -161,7 +164,9 @@ class Conductor:
                 entrant.lane = None
 
     def _lane(self, entrant: Entrant) -> Lane:
-        lane = Lane(entrant.name, entrant.transport, entrant.setting, self._context)
+        folder = tempfile.mkdtemp(prefix="bench-", dir=self.options.folder)
+        setting = replace(entrant.setting, folder=Path(folder))
+        lane = Lane(entrant.name, entrant.transport, setting, self._context)
         lane.patience = self.options.patience
         return lane
 

@@ -6,6 +6,7 @@ ones are handed over by the same code and not looked at.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -63,6 +64,10 @@ class Contents:
         )
 
 
+_ORDER = random.Random(7).choices(range(_VARIANTS), k=251)
+"""Of a prime length, so that no number of slots is in step with it."""
+
+
 def variant(number: int) -> int:
-    """Return which variant a number has; neighbours and multiples of 2 and 3 differ."""
-    return (number * 2_654_435_761 >> 16) % _VARIANTS
+    """Return which variant a number has: by chance, and always the same."""
+    return _ORDER[number % len(_ORDER)]

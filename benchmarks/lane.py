@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from benchmarks import sides
@@ -38,14 +36,14 @@ class Side:
 
 
 class Lane:
-    """Use it as a context manager: leaving kills what is left and removes the folder."""
+    """Use it as a context manager: leaving kills what is left and removes its folder."""
 
     def __init__(
         self, name: str, transport: type[Transport], setting: Setting, context: ForkServerContext
     ) -> None:
         self.name = name
         self.transport = transport
-        self.setting = replace(setting, folder=Path(tempfile.mkdtemp(prefix="bench-")))
+        self.setting = setting
         self._context = context
         self._sides: list[Side] = []
         self._shared: Any = None

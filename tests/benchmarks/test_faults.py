@@ -1,0 +1,65 @@
+"""What goes wrong in a transport is found, named, and stops nobody else."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.conftest import Run
+
+FAULTY = "tests.benchmarks.faulty"
+
+
+@pytest.mark.slow
+def test_planted_corruption_is_counted(run: Callable[..., Run]) -> None:
+    """Kills: a check that compares a payload with itself, or never looks."""
+    seen = run(f"{FAULTY}:Corrupting", f"{FAULTY}:Stale", f"{FAULTY}:Losing", "floor_loop")
+    # Ten checked hand-offs before and after; every fifth was changed.
+    assert seen.row("corrupting")["wrong"] in range(3, 6)
+    assert seen.row("stale")["wrong"] > 4
+    assert seen.row("losing")["wrong"] >= 2
+    assert seen.row("losing")["lost"] > 0
+    assert seen.row("floor_loop")["wrong"] == 0
+    assert seen.notes == []
+
+
+@pytest.mark.slow
+def test_a_transport_that_fails_is_out_and_the_others_go_on(
+    run: Callable[..., Run], folder: Path
+) -> None:
+    names = ("Hanging", "Stuck", "Dying", "Raising")
+    begin = time.monotonic()
+    seen = run(*(f"{FAULTY}:{name}" for name in names), "floor_loop", patience=1.0)
+    assert time.monotonic() - begin < 30
+    assert seen.row("floor_loop")["wrong"] == 0
+    assert seen.row("floor_loop")["per_s"] > 0
+    reasons = {name: seen.row(name)["failed"] for name in map(str.lower, names)}
+    assert reasons["hanging"] == 'producer did not say "done" within 1 s'
+    assert reasons["stuck"] == 'producer did not say "done" within 1 s'
+    assert reasons["dying"] == "consumer 0 died with exit code 7: the reason why"
+    assert "RuntimeError: no torch.float8_e4m3fn today" in reasons["raising"]
+    assert len(seen.notes) == len(names)
+    for name in reasons:
+        assert seen.row(name)["per_s"] is None
+
+
+@pytest.mark.slow
+def test_nothing_is_left_behind(run: Callable[..., Run], folder: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    seen = run(f"{FAULTY}:Hanging", "torch_mp", "asyncvmm", patience=2.0)
+    assert "failed" in seen.row("hanging")
+    assert multiprocessing.active_children() == []
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_unknown_names_are_refused_with_those_that_exist() -> None:
+    from benchmarks.cli import main
+
+    for option in ("--transports", "--workloads"):
+        with pytest.raises(SystemExit, match=r"asyncvmm|closed_16KiB"):
+            main(["run", option, "nonesuch", "--json", "/dev/null"])
