@@ -247,9 +247,9 @@ async def test_any_object_with_these_fields_is_a_request() -> None:
         item: Any = OtherItem(Modality.IMAGE, tensor(1))
         request = OtherRequest((item, OtherItem(Modality.IMAGE, None), item))
         await transport.prepare_for_dispatch([request])
-        assert isinstance(item.feature, Ticket)
-        assert not item.feature.packed, "one item twice is one feature"
         prepared = item.feature
+        assert isinstance(prepared, Ticket)
+        assert not prepared.packed, "one item twice is one feature"
         await transport.prepare_for_dispatch([request])
         assert item.feature is prepared, "what is prepared stays"
         await restore_features(pair.consumer, [request])
