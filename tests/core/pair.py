@@ -37,6 +37,8 @@ def hear(core: ConsumerCore, message: wire.FromExporter) -> None:
         core.remove_segment(message.index)
     elif isinstance(message, wire.Ready):
         core.check_slot(message.slot)
+    elif isinstance(message, wire.Redeemed):
+        core.redeemed(message)
     elif isinstance(message, wire.Denied):
         core.denied(message)
     else:

@@ -46,11 +46,15 @@ regions = st.builds(
     st.sampled_from(["memfd", "posix", "fabric"]),
     st.text(plain, max_size=10),
 )
+proofs = st.binary(min_size=16, max_size=16)
 goodbyes = st.builds(wire.Goodbye, naturals, texts)
 from_consumer = st.one_of(
     st.builds(wire.Take, naturals, naturals),
     st.builds(wire.Release, naturals, naturals, handles, st.integers(0, 65535)),
     st.builds(wire.Refuse, naturals, naturals, texts),
+    st.builds(wire.Redeem, naturals, naturals, proofs),
+    st.builds(wire.Waive, naturals, naturals, proofs, naturals, naturals),
+    st.builds(wire.PutBack, naturals, naturals),
     goodbyes,
 )
 from_exporter = st.one_of(
@@ -58,6 +62,8 @@ from_exporter = st.one_of(
     st.builds(wire.Unmap, naturals),
     st.builds(wire.Ready, naturals, handles),
     st.builds(wire.Deliver, st.lists(owners, min_size=1, max_size=3)),
+    st.builds(wire.Redeemed, owners),
+    st.builds(wire.Denied, naturals, naturals, texts),
     goodbyes,
 )
 greetings = st.one_of(
@@ -170,6 +176,14 @@ GOLDEN: dict[str, tuple[wire.Message, str]] = {
     "refuse": (wire.Refuse(1, 2, "r"), "940a0102a172"),
     "goodbye": (wire.Goodbye(), "930b00a0"),
     "observe": (wire.Observe(b"s"), "9214c40173"),
+    "redeem": (wire.Redeem(1, 2, b"p" * 16), "940d0102c410" + "70" * 16),
+    "waive": (wire.Waive(1, 2, b"p" * 16, 3, 4), "960e0102c410" + "70" * 16 + "0304"),
+    "put back": (wire.PutBack(1, 2), "930f0102"),
+    "denied": (wire.Denied(1, 2, "r"), "94100102a172"),
+    "redeemed": (
+        wire.Redeemed(wire.OwnerFrame(1, 2, 0, 256, "k", [wire.Feature("a", "bool", (3,))])),
+        "921197010200cd0100a16b9193a161a4626f6f6c9103c400",
+    ),
 }
 
 
@@ -208,6 +222,12 @@ OUT_OF_BOUNDS: dict[str, object] = {
     "reason of 1,025": wire.Refuse(0, 1, "x" * 1025),
     "negative lingering": wire.Goodbye(-1),
     "goodbye of 1,025": wire.Goodbye(0, "x" * 1025),
+    "proof of 15": wire.Redeem(0, 1, b"p" * 15),
+    "proof of 17": wire.Waive(0, 1, b"p" * 17),
+    "negative rank": wire.Waive(0, 1, b"p" * 16, -1),
+    "negative count": wire.Waive(0, 1, b"p" * 16, 0, -1),
+    "negative put back": wire.PutBack(-1, 1),
+    "denial of 4,097": wire.Denied(0, 1, "x" * 4097),
     "float slot": wire.Release(1.5, 1),  # type: ignore[arg-type]  # wrong on purpose
     "text slot": wire.Release("1", 1),  # type: ignore[arg-type]  # wrong on purpose
     "true slot": wire.Release(True, 1),
@@ -245,6 +265,11 @@ def test_a_field_out_of_bounds_is_refused(what: str) -> None:
         wire.Release(BIG, BIG, b"h" * 64, 65535),
         wire.Refuse(0, 0, "\u20ac" * 1024),
         wire.Goodbye(BIG, "x" * 1024),
+        wire.Redeem(BIG, BIG, b"p" * 16),
+        wire.Waive(BIG, BIG, b"p" * 16, BIG, BIG),
+        wire.PutBack(BIG, BIG),
+        wire.Denied(BIG, BIG, "x" * 4096),
+        wire.Redeemed(wire.OwnerFrame(BIG, BIG, BIG, BIG, "k" * 4096, [])),
         wire.Segment(SegmentInfo(2**63, 2**63, 2**63), b"h" * 64),
         wire.Ready(BIG, b"h" * 64),
         wire.Unmap(BIG),
@@ -266,11 +291,14 @@ def test_a_field_at_its_bound_is_taken(message: wire.Message) -> None:
 @pytest.mark.parametrize("direction", ["from consumer", "from exporter"])
 def test_each_side_may_say_only_its_own_messages(direction: str) -> None:
     """Kills a consumer that sends batches, and an exporter that releases."""
-    others: list[wire.Message] = (
-        [wire.Segment(SegmentInfo(0, 0, 1)), wire.Unmap(0), wire.Ready(0, b""), DELIVER]
-        if direction == "from consumer"
-        else [wire.Take(0, 1), wire.Release(0, 1), wire.Refuse(0, 1, "")]
-    )
+    owner = DELIVER.owners[0]
+    others: list[wire.Message]
+    if direction == "from consumer":
+        others = [wire.Segment(SegmentInfo(0, 0, 1)), wire.Unmap(0), wire.Ready(0, b""), DELIVER]
+        others += [wire.Denied(0, 1, ""), wire.Redeemed(owner)]
+    else:
+        others = [wire.Take(0, 1), wire.Release(0, 1), wire.Refuse(0, 1, ""), wire.PutBack(0, 1)]
+        others += [wire.Redeem(0, 1, b"p" * 16), wire.Waive(0, 1, b"p" * 16)]
     others += [wire.Hello(0, None, "host"), wire.Rejected("", ""), wire.Attached()]
     others += [wire.Observe()]
     for message in others:

@@ -251,7 +251,8 @@ async def test_any_object_with_these_fields_is_a_request() -> None:
         assert isinstance(prepared, Ticket)
         assert not prepared.packed, "one item twice is one feature"
         await transport.prepare_for_dispatch([request])
-        assert item.feature is prepared, "what is prepared stays"
+        unchanged = item.feature is prepared
+        assert unchanged, "what is prepared stays"
         await restore_features(pair.consumer, [request])
         assert torch.equal(item.feature, tensor(1))
         await pair.exporter.drain()

@@ -149,6 +149,8 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
                 self._map(message, fds)
             elif isinstance(message, wire.Unmap):
                 self._segments.unmap(message.index)
+            elif isinstance(message, wire.Redeemed):
+                core.redeemed(message)
             elif isinstance(message, wire.Denied):
                 core.denied(message)
             else:

@@ -8,11 +8,12 @@ import os
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from anyio.abc import ObjectReceiveStream
 
 from asyncvmm._consumer.consumer import Consumer
-from asyncvmm._consumer.owner import Batch
+from asyncvmm._consumer.owner import Batch, Owner
 from asyncvmm._consumer.statistics import ConsumerState, together
 from asyncvmm._errors import (
     AsyncVMMError,
@@ -24,6 +25,11 @@ from asyncvmm._errors import (
     WouldBlock,
 )
 from asyncvmm._fds import close_after_fork
+from asyncvmm._groups import AttentionGroup
+from asyncvmm._ticket import OwnerTicket, Ticket
+
+if TYPE_CHECKING:
+    from asyncvmm._tensors.plan import Tensor
 
 logger = logging.getLogger("asyncvmm.consumer")
 
@@ -143,6 +149,41 @@ class ReconnectingConsumer(ObjectReceiveStream[Batch]):
         lost = PeerLostError(f"the exporter was dropped: {error}", peer="exporter")
         lost.lost = consumer._unread_lost
         raise lost from error
+
+    # -- tickets -----------------------------------------------------------------------------
+
+    async def reconstruct(
+        self,
+        ticket: Ticket,
+        *,
+        count: int = 1,
+        group: AttentionGroup | None = None,
+        stream: object = None,
+    ) -> Tensor:
+        """Do as ``Consumer.reconstruct``, with the exporter that is there, or the next.
+
+        Only ``receive`` goes on from an exporter that is gone; until then its tickets raise
+        LostTicketError, and those of the next one ForeignTicketError.
+        """
+        consumer = await self._present()
+        return await consumer.reconstruct(ticket, count=count, group=group, stream=stream)
+
+    async def borrow(self, ticket: Ticket | OwnerTicket) -> Owner:
+        """Do as ``Consumer.borrow``; see :meth:`reconstruct`."""
+        return await (await self._present()).borrow(ticket)
+
+    def acknowledge(
+        self, ticket: Ticket | OwnerTicket, *, count: int = 1, group: AttentionGroup | None = None
+    ) -> None:
+        """Do as ``Consumer.acknowledge``; nothing where no exporter is there to be told."""
+        consumer = self._look()
+        if consumer is not None:
+            consumer.acknowledge(ticket, count=count, group=group)
+
+    async def _present(self) -> Consumer:
+        while (consumer := self._look()) is None:
+            await self._until_come()
+        return consumer
 
     # -- the next exporter -------------------------------------------------------------------
 

@@ -39,21 +39,16 @@ class ConsumerCore(Checking):
 
     def deliver(self, message: wire.Deliver) -> None:
         """Take a batch into the inbox, or refuse it at once if this side is leaving."""
-        owners = message.owners
-        first = owners[0]
-        asked = bool(self.asked) and (first.slot, first.generation) in self.asked
-        if self.ended and not asked:
+        if self.ended:
             raise RemoteProtocolError("the exporter sent a batch after its goodbye")
+        owners = message.owners
         for owner in owners:
             self._check_owner(owner)
-        if len(owners) > 1 and (asked or len({owner.slot for owner in owners}) < len(owners)):
-            raise RemoteProtocolError("a batch names one slot for two owners, or one asked for")
+        if len(owners) > 1 and len({owner.slot for owner in owners}) < len(owners):
+            raise RemoteProtocolError("a batch names one slot for two owners")
         for owner in owners:
             self._generations[owner.slot] = owner.generation
             self.held[owner.slot] = owner
-        if asked:
-            self._take_asked(first)
-            return
         if self.state is not PeerState.OPEN:
             self._decline(owners, "the consumer is leaving")
             return
@@ -62,9 +57,13 @@ class ConsumerCore(Checking):
         self.delivered += 1
         self.inbox.append(owners)
 
-    def _take_asked(self, owner: wire.OwnerFrame) -> None:
-        """Take the answer to a ticket; it passes by the inbox."""
-        self.asked.discard((owner.slot, owner.generation))
+    def redeemed(self, message: wire.Redeemed) -> None:
+        """Take the owner of a ticket that was shown; it passes by the inbox."""
+        owner = message.owner
+        self._check_asked(owner.slot, owner.generation)
+        self._check_owner(owner)
+        self._generations[owner.slot] = owner.generation
+        self.held[owner.slot] = owner
         if self.state is not PeerState.OPEN:
             self.refuse(owner, "the consumer is leaving")
         elif self._failures and self._refuse_unmapped((owner,)):
@@ -75,13 +74,15 @@ class ConsumerCore(Checking):
 
     def denied(self, message: wire.Denied) -> None:
         """Take the refusal of a ticket."""
-        name = (message.slot, message.generation)
-        if name not in self.asked:
-            raise RemoteProtocolError(
-                f"the exporter denied a ticket for slot {message.slot} that was not shown"
-            )
-        self.asked.discard(name)
+        self._check_asked(message.slot, message.generation)
         self.answers.append(message)
+
+    def _check_asked(self, slot: int, generation: int) -> None:
+        if (slot, generation) not in self.asked:
+            raise RemoteProtocolError(
+                f"the exporter answered a ticket for slot {slot} that was not shown"
+            )
+        self.asked.discard((slot, generation))
 
     def _refuse_unmapped(self, owners: Sequence[wire.OwnerFrame]) -> bool:
         """Refuse a batch that lies, with any of its bytes, where this process could not map."""

@@ -106,7 +106,8 @@ class ExporterCore(Ticketing):
         ranks: tuple[int, ...],
         proof: bytes = b"",
     ) -> None:
-        data = wire.encode(wire.Deliver(frames))  # the last line that may raise (inv. 13)
+        message = wire.Redeemed(frames[0]) if proof else wire.Deliver(frames)
+        data = wire.encode(message)  # the last line that may raise (inv. 13)
         self.tally.batches += 1
         batch = BatchRecord(self.tally.batches, records, data)
         for record in records:

@@ -176,20 +176,21 @@ class Ticketing(Holdings):
     def cancel(self, slot: int, generation: int, proof: bytes) -> bool:
         """End every share that is not redeemed; True if that was all of them, and so all of it."""
         record = self._shown(wire.Redeem(slot, generation, proof))
-        if isinstance(record, str) or not record.waiting:
+        if isinstance(record, str):
             return False
-        whole = not (record.holders or record.released or record.refused or record.lost)
+        record.proof = b""  # from now on what is put back is over, too
         self.tally.cancelled += 1
+        whole = not (record.holders or record.released or record.refused or record.lost)
         for member in sorted(record.waiting, key=str):
             self.tally.refused += 1
             record.refused += ((member, "cancelled by the exporter"),)
             seated = self._seat(member)
             if seated is not None:
                 seated.expected.pop(record.slot, None)
-        record.waiting = NOBODY
-        record.proof = b""
-        self._not_waiting(record)
-        self._review(record)
+        if record.waiting:
+            record.waiting = NOBODY
+            self._not_waiting(record)
+            self._review(record)
         return whole
 
     def _give_up_tickets(self) -> None:

@@ -138,6 +138,12 @@ class Deliver(msgspec.Struct, array_like=True, frozen=True, tag=7):
     owners: Annotated[list[OwnerFrame], Meta(min_length=1)]
 
 
+class Redeemed(msgspec.Struct, array_like=True, frozen=True, tag=17):
+    """Exporter: the owner of the ticket that you showed."""
+
+    owner: OwnerFrame
+
+
 class Take(msgspec.Struct, array_like=True, frozen=True, tag=8, gc=False):
     """Consumer, under Compete: this batch (by its first owner) is in work; my credit is back."""
 
@@ -175,7 +181,7 @@ class Goodbye(msgspec.Struct, array_like=True, frozen=True, tag=11):
 
 
 FromConsumer: TypeAlias = Take | Release | Refuse | Goodbye | Redeem | Waive | PutBack
-FromExporter: TypeAlias = Segment | Unmap | Ready | Deliver | Goodbye | Denied
+FromExporter: TypeAlias = Segment | Unmap | Ready | Deliver | Goodbye | Denied | Redeemed
 Greeting: TypeAlias = Hello | Welcome | Rejected | Attached | Observe | Snapshot
 Message: TypeAlias = Greeting | FromConsumer | FromExporter
 
