@@ -71,8 +71,8 @@ class Chaos:
         await getattr(self, what)()
         self.last = what
 
-    async def open(self, *survivors: Process) -> None:
-        """Start an exporter, and two consumers of it, of which some may be there."""
+    async def open(self, first: Process | None = None, second: Process | None = None) -> None:
+        """Start an exporter, and two consumers of it, unless they have survived the last one."""
         self.generation += 1
         self.exporter = self.peers.start()
         await self.exporter.call(steps.open_exporter, self.name, self.ranks, self.options)
@@ -80,7 +80,7 @@ class Chaos:
         self.producing = self.exporter.begin_long(
             FOREVER, steps.produce, self.generation, seed, 100_000, self.ranks, self.wild
         )
-        self.consumers = [*survivors, *(self.peers.start() for _ in range(2 - len(survivors)))]
+        self.consumers = [each or self.peers.start() for each in (first, second)]
         self.tasks = [await self.attach(number) for number in range(2)]
 
     async def attach(self, number: int) -> asyncio.Future[str]:
@@ -97,15 +97,26 @@ class Chaos:
                 await self.producing
             await self.exporter.at("progress")
 
-    async def finish(self) -> None:
-        """End in order, and see that everything is back."""
+    async def lost(self, number: int) -> None:
+        """See that a consumer is told that its exporter is gone, and let go of everything."""
+        consumer = self.consumers[number]
+        assert await self.tasks[number] == "lost"
+        assert consumer.printed == []
+        assert consumer.counters().mappings == 0
+
+    async def settle(self) -> None:
+        """Stop the producer, and see that everything is back."""
         for consumer in self.consumers:
-            await consumer.call(steps.keep_nothing)
+            await consumer.call(steps.keep_at_most, 0)
         shrinks = "shrink_after" in (self.options or {})
         found = await self.exporter.call(steps.finish, shrinks)
         assert found.pop("free slots") == found.pop("slots")
         assert found.pop("free bytes") == found.pop("bytes")
         self.pools += Counter(found)
+
+    async def finish(self) -> None:
+        """End in order."""
+        await self.settle()
         await self.exporter.call(steps.leave)
         assert [await task for task in self.tasks] == ["end", "end"]
         for consumer in self.consumers:
@@ -121,7 +132,7 @@ class Chaos:
         """See that a process has the descriptors that it had, once all has settled."""
         with suppress(TimeoutError):
             await until(lambda: ours(peer) == descriptors, 2)
-        assert ours(peer) == descriptors
+        assert ours(peer) == descriptors, f"{ours(peer)} and not {descriptors}"
 
     # -- what happens ------------------------------------------------------------------------
 
@@ -143,10 +154,8 @@ class Chaos:
         """Kill it; both consumers are told, let go of what they look at, and come again."""
         before = [ours(consumer) for consumer in self.consumers]
         await self.exporter.killed()
-        assert [await task for task in self.tasks] == ["lost", "lost"]
-        for consumer in self.consumers:
-            assert consumer.printed == []
-            assert consumer.counters().mappings == 0
+        for number in range(2):
+            await self.lost(number)
         await self.forget(self.exporter)
         await self.open(*self.consumers)
         for consumer, descriptors in zip(self.consumers, before, strict=True):
@@ -159,9 +168,11 @@ class Chaos:
         self.exporter.kill()
         await self.consumers[number].died()
         await self.exporter.died()
-        assert await self.tasks[1 - number] == "lost"
+        await self.lost(1 - number)
         await self.forget(self.exporter, self.consumers[number])
-        await self.open(self.consumers[1 - number])
+        survivors: list[Process | None] = [*self.consumers]
+        survivors[number] = None
+        await self.open(*survivors)
 
     async def stop_consumer(self) -> None:
         """Stop one for a moment, and let it go on."""
@@ -182,3 +193,55 @@ class Chaos:
         """End in order and begin anew, as another generation."""
         await self.finish()
         await self.open()
+
+
+class ReconnectingChaos(Chaos):
+    """The same with consumers that go on with the next exporter by themselves."""
+
+    attached: set[int]
+    """The processes of those that have connected."""
+
+    async def attach(self, number: int) -> asyncio.Future[str]:
+        """Have a consumer connect, once, or wait until it has found the exporter by itself."""
+        consumer = self.consumers[number]
+        if self.generation == 1 and number == 0:
+            self.attached = set()
+        if consumer.pid in self.attached:
+            await self.exporter.call(steps.has_come, consumer.pid)
+            await consumer.call(steps.keep_at_most, 1)
+            return self.tasks[number]
+        self.attached.add(consumer.pid)
+        rank = number if self.ranks else None
+        await consumer.call(steps.connect, self.name, rank, {"reconnect": True})
+        seed = self.chance.randrange(1 << 30)
+        return consumer.begin_long(FOREVER, steps.consume_on, seed)
+
+    async def lost(self, number: int) -> None:
+        """See that a consumer is told, once, that its exporter is gone."""
+        await self.consumers[number].at("lost")
+        assert self.consumers[number].reached("lost") == 0
+
+    async def leave_and_return(self) -> None:
+        """Have one leave, and connect again from the same process."""
+        self.attached.clear()
+        await super().leave_and_return()
+        self.attached = {consumer.pid for consumer in self.consumers}
+
+    async def finish(self) -> None:
+        """End in order, the consumers on their own account: they would wait for another."""
+        await self.settle()
+        await self.exporter.call(steps.leave)
+        for consumer, task in zip(self.consumers, self.tasks, strict=True):
+            await consumer.call(steps.leave)
+            assert await task == "left"
+            assert consumer.printed == []
+            assert consumer.reached("lost") == 0
+            assert consumer.counters().mappings == 0
+        await self.forget(self.exporter, *self.consumers)
+
+    async def start_again(self) -> None:
+        """End an exporter in order; the consumers find the next one, and are told nothing."""
+        await self.settle()
+        await self.exporter.call(steps.leave)
+        await self.forget(self.exporter)
+        await self.open(*self.consumers)

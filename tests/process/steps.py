@@ -297,7 +297,7 @@ async def finish(me: Me, shrinks: bool = False) -> dict[str, int]:
     await me.kept["stopped"].wait()
     await me.exporter.drain()
     if shrinks:
-        await until(lambda: me.exporter.statistics().segments == 1)
+        await until(lambda: (s := me.exporter.statistics()).segments == 1 and s.grown == s.shrunk)
     found = me.exporter.statistics()
     return {
         "slots": found.slots.total,
@@ -351,9 +351,44 @@ async def consume(me: Me, generation: int, seed: int) -> str:
     return ended
 
 
-async def keep_nothing(me: Me) -> None:
-    """Have :func:`consume` keep nothing from now on."""
-    me.kept["most"] = 0
+async def consume_on(me: Me, seed: int) -> str:
+    """Do as :func:`consume` with one exporter after another; tell of each that is lost."""
+    chance = random.Random(seed)
+    newest = gone = 0
+    while True:
+        try:
+            batch = await me.consumer.receive()
+        except asyncvmm.PeerLostError:
+            await look_again(me)
+            gone = newest
+            me.tell("lost")
+            continue
+        except asyncvmm.ClosedError:
+            me.batches.clear()
+            return "left"
+        for owner in batch:
+            note: Any = owner.metadata
+            if note["generation"] < newest or note["generation"] == gone:
+                raise AssertionError(f"{owner!r} is of generation {note['generation']}")
+            newest = note["generation"]
+            if problem := wrong(owner):
+                raise AssertionError(problem)
+        me.batches.append(batch)
+        del batch, owner
+        while len(me.batches) > me.kept.get("most", 1) or (me.batches and chance.random() < 0.5):
+            me.batches.pop(0).release()
+
+
+async def has_come(me: Me, pid: int) -> None:
+    """Return once a process has attached to this exporter."""
+    await until(
+        lambda: any(c.pid == pid and c.state == "open" for c in me.exporter.statistics().consumers)
+    )
+
+
+async def keep_at_most(me: Me, count: int) -> None:
+    """Have :func:`consume` keep so many batches from now on, and give back what is kept."""
+    me.kept["most"] = count
     await give_back(me)
 
 

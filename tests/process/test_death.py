@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import asyncvmm
-from asyncvmm.testing.counters import pool_mappings
+from asyncvmm.testing.counters import descriptors, pool_mappings
 from tests.process import steps
-from tests.process.chaos import KILLS, Chaos
+from tests.process.chaos import KILLS, Chaos, ReconnectingChaos
 from tests.process.harness import Peers, kill, turns, until
 from tests.process.patterns import features, note, wrong
 
@@ -405,10 +405,12 @@ async def test_an_exporters_death_is_seen_while_a_child_of_it_lives(
 ) -> None:
     """A forked child keeps sockets open, so end-of-file says nothing.
 
-    Kills: a consumer that knows of its exporter's end by end-of-file alone.
+    Kills: a consumer that knows of its exporter's end by end-of-file alone, and one that keeps
+    the pidfd of a process that has ended.
     """
     peer = peers.start()
     await peer.call(steps.open_exporter, "pool", 1)
+    before = descriptors()["pidfd"]
     async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
         child = await peer.call(steps.fork, hooks)
         try:
@@ -416,6 +418,7 @@ async def test_an_exporters_death_is_seen_while_a_child_of_it_lives(
             with pytest.raises(asyncvmm.PeerLostError):
                 async with asyncio.timeout(PROMPTLY):
                     await consumer.receive()
+            assert descriptors()["pidfd"] == before
         finally:
             kill(child)
     await take_the_name(peers, "pool")
@@ -456,5 +459,24 @@ async def test_kills_at_random_moments_cost_only_what_died(peers: Peers, ranks: 
     await chaos.open()
     for _ in range(10):
         await chaos.happen(chance.choice(KILLS))
+    await chaos.some_progress()
+    await chaos.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [0, 2], ids=["compete", "broadcast"])
+async def test_consumers_that_reconnect_go_on_after_kills_at_random_moments(
+    peers: Peers, ranks: int
+) -> None:
+    """The same with consumers that go on by themselves, each loss being told once.
+
+    Kills: a loss that is told twice or never, owners of a lost exporter that come after it, and
+    descriptors that each reconnection leaves behind.
+    """
+    chance = random.Random(40 + ranks)
+    chaos = ReconnectingChaos(peers, ranks, chance)
+    await chaos.open()
+    for mishap in ("kill_exporter", "kill_both", "start_again", "leave_and_return", *KILLS):
+        await chaos.happen(mishap)
     await chaos.some_progress()
     await chaos.finish()

@@ -31,7 +31,7 @@ from rich.console import Console
 
 from asyncvmm.testing import Counters
 from tests.process import fuzz
-from tests.process.chaos import MISHAPS, Chaos
+from tests.process.chaos import MISHAPS, Chaos, ReconnectingChaos
 from tests.process.harness import Peers, fork_server
 from tests.soak.report import Report
 from tests.soak.stream import Stream
@@ -128,7 +128,8 @@ class Soak:
                 "debug": chance.random() < 0.3,
             }
             ranks = chance.choice([0, 2])
-            chaos = Chaos(
+            kind = chance.choice([Chaos, ReconnectingChaos])
+            chaos = kind(
                 self.peers, ranks, chance, name=f"chaos-{turn}", options=options, wild=True
             )
             await chaos.open()

@@ -192,6 +192,7 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
         if not self._core.ended:
             self._lose(PeerLostError("the exporter's process died", peer="exporter"))
         self._link.abort()
+        self._stop_watching()
         self._tell()
 
     def _lose(self, error: AsyncVMMError) -> None:
