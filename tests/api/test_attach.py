@@ -232,6 +232,34 @@ async def test_a_rank_that_comes_after_the_goodbye_gets_its_backlog_and_then_the
     await exporting
 
 
+async def test_who_attaches_while_the_exporter_leaves_is_told_of_the_end() -> None:
+    """Kills the planted bug of a goodbye to those only who had come in when it was said.
+
+    The exporter begins to leave at each pass of the loop during an attachment.
+    """
+    seen = Counter[str]()
+    for count in range(0, 60, 2):
+        opening = open_exporter("leaving", 0)
+        await opening.__aenter__()
+
+        async def attach() -> str:
+            try:
+                attaching = connect("leaving")
+                consumer = await attaching.__aenter__()
+            except (asyncvmm.ExporterNotFoundError, asyncvmm.PeerLostError):
+                return "not attached"
+            with pytest.raises(EndOfStream):
+                await consumer.receive()
+            await attaching.__aexit__()
+            return "told"
+
+        task = asyncio.create_task(attach())
+        await passes(count)
+        await opening.__aexit__(None, None, None)
+        seen[await task] += 1
+    assert seen["told"] > 0
+
+
 async def test_a_consumer_reads_what_is_there_before_it_hears_of_the_end() -> None:
     """Kills: an end that drops what was delivered and not yet received."""
     async with AsyncExitStack() as stack:

@@ -151,6 +151,9 @@ class Connections:
         self._spawn(conn, self._hang_up(conn))
 
     async def _hang_up(self, conn: Connection) -> None:
+        if conn.peer is not None and conn.segments:  # it was welcomed, and may still be mapping
+            self._core.dismiss(conn.peer)
+            self._pump()
         await conn.link.finish(HANG_UP_SECONDS)
         self._forget(conn)
 
