@@ -11,7 +11,7 @@ NEW_ENOUGH := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
 	"$$python" -c "$(NEW_ENOUGH)" >/dev/null 2>&1 && command -v "$$python" && break; done)
 
-.PHONY: help demo test check bench gpu soak fuzz format clean
+.PHONY: help demo test check bench gpu soak fuzz docs format clean
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -42,13 +42,19 @@ soak: $(STAMP)  ## Stream, kill, cancel and fuzz for some minutes: ARGS="--minut
 fuzz: $(STAMP)  ## Send rubbish to both ends for as long as asked (ARGS=--help says how).
 	@$(BIN)/python -m tests.process.fuzz $(ARGS)
 
+docs: $(STAMP)  ## Build the documentation into site/, strictly.
+	@$(BIN)/python docs/tools/wire_page.py
+	@$(BIN)/python docs/tools/command_line_page.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "site/index.html"
+
 format: $(STAMP)  ## Format the code and sort its imports.
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
 clean:  ## Remove the virtual environment and everything the tools cached.
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	@rm -rf build dist src/*.egg-info
+	@rm -rf build dist site src/*.egg-info
 	@find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -1,0 +1,71 @@
+"""The documentation as a whole: generated pages are current, the site builds, links lead on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import asyncvmm
+from docs.tools import command_line_page, wire_page
+from tests.docs.blocks import ROOT, pages
+
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_LOADED = re.compile(r'<(?:script|img|iframe|link)[^>]*?(?:src|href)="((?:https?:)?//[^"]+)"')
+
+
+def test_the_wire_format_is_that_of_the_messages() -> None:
+    """Kills the planted bug of a field that was added and is not in the page."""
+    assert wire_page.PAGE.read_text(encoding="utf-8") == wire_page.page(), (
+        "run `make docs`, which writes docs/wire.md anew"
+    )
+
+
+def test_the_command_line_is_that_of_the_commands() -> None:
+    """Kills the planted bug of an option that was added and is not in the page."""
+    page = command_line_page.PAGE.read_text(encoding="utf-8")
+    assert page == command_line_page.page(), (
+        "run `make docs`, which writes docs/reference/command-line.md anew"
+    )
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """Kills the planted bug of a class that is exported and described nowhere."""
+    text = "\n".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md")
+    )
+    described = set(re.findall(r"^::: asyncvmm\.(\w+)$", text, re.MULTILINE))
+    names = {name for name in asyncvmm.__all__ if not name.startswith("__")}
+    assert names - described == set()
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    """Kills the planted bug of a file that was moved; links must work on the forge's pages, too."""
+    for target in _LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" not in target and not target.startswith("#"):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    """Kills the planted bugs of a page outside the navigation, and of a font from a far server."""
+    pytest.importorskip("mkdocs", reason="building the site needs the extra docs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr, done.stderr
+    html = [path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")]
+    assert len(html) > 20
+    assert [found for text in html for found in _LOADED.findall(text)] == []
