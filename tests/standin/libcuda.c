@@ -14,6 +14,10 @@
  *   STANDIN_FABRIC   "off": the attribute is 0; otherwise the code that creation answers (800)
  *   STANDIN_POSIX    the same for POSIX descriptors (0)
  *   STANDIN_MEMORY   bytes per device (1 GiB)
+ *   STANDIN_VMM      "off": the attribute of virtual memory management is 0
+ *   STANDIN_MPS      "on": the attribute of MPS is 1
+ *   STANDIN_EVENTS   "off": no event of another process can be opened
+ *   STANDIN_GUARD    "off": memory mapped read-only can be filled all the same
  * and by the functions at the end, through ctypes.
  */
 #define _GNU_SOURCE
@@ -182,6 +186,13 @@ CUresult cuInit(unsigned flags) {
 
 CUresult cuDeviceGetCount(int *count) { ENTER(0); *count = devices; LEAVE; }
 
+CUresult cuDriverGetVersion(int *version) { *version = 13000; return OK; }
+
+CUresult cuDeviceGetName(char *name, int length, int device) {
+    ENTER(0);
+    snprintf(name, length, "Stand-in %d", visible[device]);
+    LEAVE;
+}
 CUresult cuDeviceGet(int *device, int number) {
     ENTER(0);
     if (number < 0 || number >= devices) FAIL(INVALID_DEVICE);
@@ -199,6 +210,8 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
     (void)device;
     if (attribute == 103) *value = handle_setting(POSIX) >= 0;
     else if (attribute == 128) *value = handle_setting(FABRIC) >= 0;
+    else if (attribute == 102) *value = strcmp(setting("STANDIN_VMM", "on"), "off") != 0;
+    else if (attribute == 133) *value = !strcmp(setting("STANDIN_MPS", "off"), "on");
     else *value = 1;
     LEAVE;
 }
@@ -467,14 +480,22 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const Access *access, 
     r = INVALID_VALUE;
     LEAVE;
 }
+CUresult cuMemcpyAsync(CUdeviceptr target, CUdeviceptr source, size_t size, void *stream) {
+    ENTER(0);
+    (void)stream;
+    NEED_CONTEXT;
+    memmove((void *)target, (void *)source, size);
+    LEAVE;
+}
 CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t size, void *stream) {
     ENTER(0);
     (void)stream;
     NEED_CONTEXT;
     for (int i = 0; i < PIECES; i++)
-        if (mapping[i].used && mapping[i].flags == READWRITE && address >= mapping[i].address
+        if (mapping[i].used && address >= mapping[i].address
             && address + size <= mapping[i].address + mapping[i].size) {
-            memset((void *)address, value, size);
+            if (mapping[i].flags == READWRITE) memset((void *)address, value, size);
+            else if (strcmp(setting("STANDIN_GUARD", "on"), "off")) FAIL(INVALID_VALUE);
             goto out;
         }
     r = INVALID_VALUE;
@@ -591,6 +612,7 @@ CUresult cuIpcOpenEventHandle(void **event, Handle64 handle) {
     NEED_CONTEXT;
     int index;
     unsigned generation;
+    if (!strcmp(setting("STANDIN_EVENTS", "on"), "off")) FAIL(INVALID_VALUE);
     if (sscanf(handle.bytes, "EVNT %d %u", &index, &generation) != 2 || index < 0 || index >= EVENTS
         || !shared->event[index].used || shared->event[index].generation != generation)
         FAIL(INVALID_VALUE);

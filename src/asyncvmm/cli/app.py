@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from asyncvmm.cli.demo.command import demo
+from asyncvmm.cli.doctor.command import doctor
 from asyncvmm.cli.top.command import top
 from asyncvmm.cli.traces import traces
 
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command()(demo)
 app.add_typer(traces)
 app.command()(top)
+app.command()(doctor)
 
 
 def show_version(wanted: bool) -> None:
