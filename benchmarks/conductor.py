@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -136,9 +137,7 @@ class Conductor:
         entrants = self._entrants(workload)
         with ExitStack() as stack:
             if workload.kind != "connect":
-                for step in (lambda e: self._start(e, stack), _start_consumers, _connected):
-                    for entrant in entrants:  # all at once, for starting takes a GPU a second
-                        self._guarded(workload, entrant, step)
+                self._start_all(workload, entrants, stack)
             for turn in range(self.options.rounds):
                 # Nobody is always first after a pause, or always behind the same one.
                 at = turn % len(entrants) if entrants else 0
@@ -149,6 +148,17 @@ class Conductor:
                     self._guarded(workload, entrant, _close)
         for entrant in entrants:
             self.rows.append(self._row(workload, entrant))
+
+    def _start_all(self, workload: Workload, entrants: list[Entrant], stack: ExitStack) -> None:
+        """Start as many lanes at once as there are cores for their two sides.
+
+        Starting takes a GPU's context a second, and a large pool as long as its pages do.
+        """
+        width = max(1, len(os.sched_getaffinity(0)) // 2)
+        for at in range(0, len(entrants), width):
+            for step in (lambda e: self._start(e, stack), _start_consumers, _connected):
+                for entrant in entrants[at : at + width]:
+                    self._guarded(workload, entrant, step)
 
     def _guarded(self, workload: Workload, entrant: Entrant, do: Callable[[Entrant], None]) -> None:
         """Do a step unless the lane is out; if it fails it is, and the others go on."""
