@@ -12,12 +12,14 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import torch
 
 import asyncvmm
+from asyncvmm._backends import driver, driver_memory, events
 from asyncvmm._backends.cuda import CudaConsumerRegion
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,12 +31,14 @@ LONGER = 15_000_000
 kernel would be over, with the read behind it, before the other process could write."""
 
 
-def start(role: str, name: str, device: str, rank: int, broken: str = "") -> subprocess.Popen[str]:
+def start(
+    role: str, name: str, device: str, rank: int, broken: str = "", **environment: str
+) -> subprocess.Popen[str]:
     """Start a consumer."""
     path = os.pathsep.join((str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")))
     return subprocess.Popen(
         [sys.executable, "-m", "tests.gpu.ends", role, name, device, str(rank)],
-        env={**os.environ, "PYTHONPATH": path, "ASYNCVMM_TEST_BREAK": broken},
+        env={**os.environ, "PYTHONPATH": path, "ASYNCVMM_TEST_BREAK": broken, **environment},
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
@@ -144,6 +148,32 @@ async def keeper(consumer: asyncvmm.Consumer, device: torch.device) -> dict[str,
     return {"same": 0, "free": 0}
 
 
+def count_calls(patch: Callable[[object, str, object], object]) -> Counter[str]:
+    """Count, from now on, the driver calls that make, map or import memory."""
+    calls, call = Counter[str](), driver.call
+
+    def counted(name: str, *args: object) -> object:
+        calls[name] += 1
+        return call(name, *args)
+
+    patch(driver_memory, "call", counted)
+    return calls
+
+
+async def counter(consumer: asyncvmm.Consumer, device: torch.device) -> dict[str, int]:
+    """Count the driver calls for memory, and the events, that come after the tenth batch."""
+    calls = count_calls(setattr)
+    rounds, live, made = 0, 0, 0
+    async for batch in consumer:
+        for owner in batch:
+            owner["x"].sum()
+            owner.release()
+            rounds += 1
+        if rounds == 10:
+            live, made = events.budget.live, calls.total()
+    return {"rounds": rounds, "calls": calls.total() - made, "events": events.budget.live - live}
+
+
 async def writer(consumer: asyncvmm.Consumer, device: torch.device) -> dict[str, int]:
     """Write into a read-only view: this context must end, and nobody else's."""
     owner = (await consumer.receive())[0]
@@ -157,7 +187,8 @@ async def writer(consumer: asyncvmm.Consumer, device: torch.device) -> dict[str,
 
 
 ROLES: dict[str, Callable[[asyncvmm.Consumer, torch.device], Awaitable[dict[str, int]]]] = {
-    role.__name__: role for role in (late_reader, prompt_reader, comparer, holder, keeper, writer)
+    role.__name__: role
+    for role in (late_reader, prompt_reader, comparer, counter, holder, keeper, writer)
 }
 
 

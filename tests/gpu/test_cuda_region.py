@@ -222,7 +222,10 @@ def test_a_writer_waits_for_the_reader(
 def test_closing_under_a_running_read_neither_waits_nor_breaks_it(
     exporter: CudaExporterRegion, peer_on: Callable[[int], Peer]
 ) -> None:
-    """Planted bugs: unmapping under a kernel; an event destroyed early, which looks done."""
+    """Planted bugs: unmapping under a kernel; an event destroyed early, which looks done.
+
+    Field report 16.
+    """
     peer = peer_on(0)
     attach(peer, exporter)
     pool(exporter, 0, 4 * MIB).fill_(9)
@@ -434,6 +437,7 @@ def test_a_consumer_opens_a_context_on_its_own_gpu_only(
 
 
 def test_a_pool_of_a_gpu_that_is_not_there_is_refused(exporter: CudaExporterRegion) -> None:
+    """Field report 40: a GPU that is not visible here is an error of its own."""
     unknown = msgspec.structs.replace(
         exporter.info, device="GPU-00000000-0000-0000-0000-000000000000"
     )
