@@ -61,6 +61,10 @@ def frame_of(found: wire.OwnerFrame | str) -> wire.OwnerFrame:
     return found
 
 
+def absent(end: End) -> bool:
+    return end.peer.absent
+
+
 def ended(record: Record) -> list[Key]:
     """Return every member whose share has ended, as often as it has."""
     refused = [member for member, _ in record.refused]
@@ -174,7 +178,7 @@ def test_a_waive_of_an_older_generation_changes_nothing() -> None:
     assert end.peer.stale == 1
 
 
-@pytest.mark.parametrize("way", ["die", "leave", "vanish"])
+@pytest.mark.parametrize("way", ["die", "leave"])
 def test_a_consumer_that_goes_settles_what_it_has_not_redeemed(way: str) -> None:
     """Kills: an owner that waits for ever for a rank that came and went."""
     pair = Pair(Broadcast(2))
@@ -191,6 +195,53 @@ def test_a_consumer_that_goes_settles_what_it_has_not_redeemed(way: str) -> None
     pair.release(end, owner)
     pair.settle()
     assert pair.fences == [records[1], records[0]]
+
+
+@pytest.mark.parametrize("way", ["die", "return", "cancel", "waive"])
+def test_a_consumer_that_lost_its_link_keeps_its_share(way: str) -> None:
+    """A killed process's socket is closed before its death is told of.
+
+    Kills: a share that ends with the link; one that two consumers of a rank both end; a peer that
+    is kept for ever although nothing can come of it.
+    """
+    pair = Pair(Broadcast(2))
+    first, end = pair.attach(0), pair.attach(1)
+    record = export(pair, to=Group(1))
+    pair.vanish(end)
+    assert record.waiting == {1}
+    assert absent(end)
+    if way == "die":
+        pair.die(end)
+        assert record.lost == (1,)
+    elif way == "cancel":
+        assert pair.exporter.cancel(record.slot, record.generation, PROOF)
+        pair.collect()
+    elif way == "waive":
+        waive(pair, first, record, range(2))
+    else:
+        heir = pair.attach(1)
+        assert not absent(end)
+        pair.die(end)
+        owner = frame_of(redeemed(pair, heir, record))
+        pair.release(heir, owner)
+        pair.settle()
+        assert record.released == (1,)
+    assert ended(record) == [1]
+    assert pair.fences == [record]
+    assert end.id not in pair.exporter.peers
+
+
+def test_a_late_release_leaves_the_shares_of_an_absent_consumer() -> None:
+    """Kills: a peer that is forgotten with its last owner, and whose death then settles nothing."""
+    pair = Pair(Broadcast(1))
+    end = pair.attach(0)
+    held, unread = export(pair), export(pair)
+    frame_of(redeemed(pair, end, held))
+    pair.vanish(end)
+    pair.inject(end, wire.Release(held.slot, held.generation))
+    assert pair.fences == [held]
+    pair.die(end)
+    assert unread.lost == (0,)
 
 
 def test_a_rank_that_never_attaches_keeps_its_share_waiting() -> None:

@@ -232,7 +232,6 @@ class ExporterCore(Ticketing):
         if peer is None:
             return
         self.route.leave(peer)
-        self._unredeemed(peer, why="it lost its link before it redeemed its ticket")
         self._miss(peer)
         self._assign()
 
@@ -244,8 +243,7 @@ class ExporterCore(Ticketing):
         if peer.state is not CLOSING:
             self._tell(peer)
         peer.state = CLOSING
-        if peer.absent and not peer.holds:
-            self._close(peer)
+        self._close_absent(peer)
         self._assign()
 
     def _put_back(self, peer: Peer) -> None:

@@ -36,7 +36,11 @@ class Holdings(Loans):
         del peer.holds[record.slot]
         record.holders.discard(peer.id)
         self._review(record)
-        if peer.absent and not peer.holds:
+        self._close_absent(peer)
+
+    def _close_absent(self, peer: Peer) -> None:
+        """Forget a peer whose link is gone once nothing can come of it any more."""
+        if peer.absent and not peer.holds and not peer.expected:
             self._close(peer)
 
     def _review(self, record: Record) -> None:
@@ -56,7 +60,7 @@ class Holdings(Loans):
     def _miss(self, peer: Peer) -> None:
         """Note that a peer's link is gone and its process is not."""
         peer.state = PeerState.CLOSING
-        if not peer.holds:
+        if not peer.holds and not peer.expected:
             self._close(peer)
         elif not peer.absent:
             peer.absent = True

@@ -150,7 +150,9 @@ class Peer:
         self.member = member
         self.window = window
         self.state = PeerState.CONNECTING
-        self.absent = False  # its link is gone, its process lives, and it holds something
+        self.absent = (
+            False  # its link is gone, its process lives, and it holds or expects something
+        )
         self.holds: dict[int, Record] = {}  # slot -> record, in order of delivery
         self.expected: dict[int, Record] = {}  # slot -> exported owner it has not redeemed
         self.untaken: dict[int, BatchRecord] = {}  # number -> batch (Compete)

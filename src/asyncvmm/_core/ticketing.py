@@ -5,7 +5,8 @@ A share ends in one of these ways, once (inv. 6):
 
 * redeemed, and then released, refused or lost as any delivery is
 * waived: the member, or another in its name, said that it will not read
-* its consumer left, or lost its link, without having redeemed it (refused), or died (lost)
+* its consumer left without having redeemed it (refused), or died (lost); one that lost its link
+  and lives keeps its share, as it keeps what it holds (inv. 7), until another is in its seat
 * the exporter cancelled the owner (refused)
 
 Waiving in another's name ends only a share that is not redeemed, so nobody's views lose their
@@ -63,12 +64,17 @@ class Ticketing(Holdings):
         """A rank just opened: what waits for it is its to redeem, and ends with it."""
         for record in self._exported.values():
             if peer.member in record.waiting:
+                self._expect_no_more(record, peer.member)  # of one that lost its link
                 peer.expected[record.slot] = record
+
+    def _expect_no_more(self, record: Record, member: Key) -> None:
+        for peer in list(self.peers.values()):
+            if peer.member == member and peer.expected.pop(record.slot, None) is not None:
+                self._close_absent(peer)
 
     def _unredeemed(self, peer: Peer, *, why: str = "") -> None:
         """Settle what a peer will never redeem: as refused, or as lost if there is no reason."""
-        expected, peer.expected = peer.expected, {}
-        for record in expected.values():
+        for record in list(peer.expected.values()):
             if why:
                 self.tally.refused += 1
                 record.refused += ((peer.member, why),)
@@ -80,6 +86,7 @@ class Ticketing(Holdings):
     def _end_share(self, record: Record, member: Key) -> None:
         """Stop waiting for a member; the caller has noted how its share ended."""
         record.waiting = NOBODY if record.waiting is ANYBODY else record.waiting - {member}
+        self._expect_no_more(record, member)
         self._not_waiting(record)
         self._review(record)
 
@@ -149,9 +156,6 @@ class Ticketing(Holdings):
                 ended = True
                 self.tally.released += 1
                 record.released += (member,)
-                seated = peer if member == peer.member else self._seat(member)
-                if seated is not None:
-                    seated.expected.pop(record.slot, None)
                 self._end_share(record, member)
         if not ended:  # twice, late, or for those who hold it: nothing is freed by it (inv. 5)
             peer.stale += 1
@@ -184,9 +188,7 @@ class Ticketing(Holdings):
         for member in sorted(record.waiting, key=str):
             self.tally.refused += 1
             record.refused += ((member, "cancelled by the exporter"),)
-            seated = self._seat(member)
-            if seated is not None:
-                seated.expected.pop(record.slot, None)
+            self._expect_no_more(record, member)
         if record.waiting:
             record.waiting = NOBODY
             self._not_waiting(record)

@@ -173,7 +173,7 @@ class Connections:
             self._on_death(conn)
         else:
             self._core.vanished(peer.id)
-            if peer.holds:
+            if peer.absent:
                 conn.deadline = self._loop.call_later(DYING_SECONDS, self._tell_absent, conn, peer)
             else:
                 self._forget(conn)
@@ -183,11 +183,11 @@ class Connections:
 
     def _tell_absent(self, conn: Connection, peer: Peer) -> None:
         logger.warning(
-            "consumer %r (pid %s) lost its connection but lives; %d owners it holds are "
-            "quarantined until it releases them or ends",
+            "consumer %r (pid %s) lost its connection but lives; %d owners that it holds, or has "
+            "not redeemed, are quarantined until it releases them or ends",
             peer.member,
             conn.identity.pid,
-            len(peer.holds),
+            len(peer.holds) + len(peer.expected),
         )
 
     def _on_death(self, conn: Connection) -> None:
