@@ -81,6 +81,13 @@ def _open(handles: bytes) -> list[Any]:
     return opened
 
 
+def _start(device: int) -> int:
+    """Have a context on this device, and return the current stream."""
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=f"cuda:{device}")
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
 def _size(setting: Setting) -> int:
     return -(-setting.payload.total * setting.depth // _GRANULE) * _GRANULE
 
@@ -95,7 +102,7 @@ class ProducerMemory:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         device = _index(setting.device)
-        torch.zeros(1, device=setting.device)
+        self._stream = _start(device)
         self._total = _size(setting)
         prop = driver.CUmemAllocationProp()
         prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -113,7 +120,6 @@ class ProducerMemory:
             ]
             for slot in range(setting.depth)
         ]
-        self._stream = torch.cuda.current_stream(device).cuda_stream
         self._ready = _events(setting.depth)
         self._released: list[list[Any]] = []
 
@@ -148,8 +154,7 @@ class ConsumerMemory:
 
     def __init__(self, setting: Setting, sock: socket.socket) -> None:
         device = self._device = _index(setting.consumer_device)
-        torch.cuda.set_device(device)
-        torch.zeros(1, device=setting.consumer_device)
+        self._stream = _start(device)
         _, ancillary, _, _ = sock.recvmsg(16, socket.CMSG_SPACE(4))
         fd = array.array("i", ancillary[0][2])[0]
         handle = checked(driver.cuMemImportFromShareableHandle(fd, _POSIX))
@@ -160,7 +165,6 @@ class ConsumerMemory:
         self._released = _events(setting.depth)
         sock.send(b"".join(_handle(event) for event in self._released))
         self._payload = setting.payload
-        self._stream = torch.cuda.current_stream(device).cuda_stream
 
     def views(self, slot: int) -> list[torch.Tensor]:
         """Have the stream wait for the slot, and make a new view of each feature."""

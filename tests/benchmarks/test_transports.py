@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +15,7 @@ from benchmarks.rows import REQUIRED
 from benchmarks.setting import KIB, Payload
 from benchmarks.transports import MODULES
 from benchmarks.workloads import WORKLOADS
+from tests import standin
 from tests.benchmarks.conftest import TINY, Run
 
 OPTIONAL = {"zmq", "iceoryx2", "ucxx", "nixl"}
@@ -74,3 +79,23 @@ def test_gaps_are_measured_where_there_is_a_loop(run: Callable[..., Run]) -> Non
     assert seen.row("floor")["loop"] == "none"
     for name in names:
         check(seen, name)
+
+
+@pytest.mark.slow
+def test_the_floor_of_a_gpu_on_the_standin_driver(tmp_path: Path) -> None:
+    """Every driver call of the floor is made, in an order and with types that one accepts."""
+    out = tmp_path / "out.json"
+    transport = "tests.benchmarks.standin_floor:StandinFloor"
+    options = ("--rounds", "1", "--seconds", "0.02", "--json", str(out))
+    command = (sys.executable, "-m", "benchmarks", "run", "--transports", transport)
+    subprocess.run(
+        [*command, "--workloads", "closed_20x1MiB,fanout_2_broadcast", *options],
+        env=standin.environment(tmp_path / "state"),
+        cwd=standin.ROOT,
+        check=True,
+    )
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 2
+    for row in rows:
+        assert "failed" not in row, row["failed"]
+        assert (row["wrong"], row["lost"]) == (0, 0)
