@@ -177,7 +177,7 @@ async def test_an_observer_can_do_nothing_but_look(folder: Path, word: str) -> N
         assert statistics.consumers[0].stale == 0
         batch.release()
         await exporter.drain()
-        assert not exporter._connections._observers._known
+        assert not exporter._connections.handshake.observers._known
 
 
 async def test_a_consumer_cannot_observe_on_its_connection(folder: Path) -> None:
@@ -271,10 +271,10 @@ async def test_whoever_asks_and_does_not_read_is_dropped(
                     with contextlib.suppress(BlockingIOError):
                         end.put(OBSERVE)
                     await asyncio.sleep(0)
-                    for conn in exporter._connections._observers._known:
+                    for conn in exporter._connections.handshake.observers._known:
                         most = max(most, conn.link.queued)
             assert most <= 1
-            await until(lambda: not exporter._connections._observers._known)
+            await until(lambda: not exporter._connections.handshake.observers._known)
 
 
 async def test_only_so_many_look_at_once_and_none_takes_a_descriptor_along(folder: Path) -> None:
@@ -300,5 +300,5 @@ async def test_a_killed_observer_leaves_nothing(peers: Peers, folder: Path) -> N
         before = Counters.of().descriptors
         assert await peer.call(steps.observe, exporter.name, True) == exporter.name
         await peer.killed()
-        await until(lambda: not exporter._connections._observers._known)
+        await until(lambda: not exporter._connections.handshake.observers._known)
         assert Counters.of().descriptors == before

@@ -36,6 +36,12 @@ class Connection:
     def __repr__(self) -> str:
         return f"Connection(pid={self.identity.pid}, {self.peer!r})"
 
+    @property
+    def who(self) -> str:
+        """Name the consumer and its process, for messages."""
+        member = self.peer.member if self.peer else None
+        return f"consumer {member!r:.80} (pid {self.identity.pid})"
+
     def stop_deadline(self) -> None:
         """It said what it had to say in time."""
         if self.deadline is not None:

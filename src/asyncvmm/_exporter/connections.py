@@ -71,7 +71,6 @@ class Connections:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed: list[asyncio.Future[None]] = []
         self._closed = False
-        self._observers = observers
         self.handshake = Handshake(
             core,
             region,
@@ -109,7 +108,7 @@ class Connections:
             return
         if conn.peer is None:
             self.handshake.greet(conn, packet)
-            if conn in self._observers:
+            if conn in self.handshake.observers:
                 self._greeting.pop(conn, None)
             return
         if conn.peer.state is PeerState.CONNECTING:
@@ -183,10 +182,9 @@ class Connections:
 
     def _tell_absent(self, conn: Connection, peer: Peer) -> None:
         logger.warning(
-            "consumer %r (pid %s) lost its connection but lives; %d owners that it holds, or has "
-            "not redeemed, are quarantined until it releases them or ends",
-            peer.member,
-            conn.identity.pid,
+            "%s lost its connection but lives; %d owners that it holds, or has not redeemed, are "
+            "quarantined until it releases them or ends",
+            conn.who,
             len(peer.holds) + len(peer.expected),
         )
 
@@ -199,12 +197,7 @@ class Connections:
             conn.link.read_pending()
             conn.link.abort()
         if peer.holds:
-            logger.warning(
-                "consumer %r (pid %s) died holding %d owners",
-                peer.member,
-                conn.identity.pid,
-                len(peer.holds),
-            )
+            logger.warning("%s died holding %d owners", conn.who, len(peer.holds))
         self._core.died(peer.id)
         self._forget(conn)
         self._pump()
@@ -218,7 +211,7 @@ class Connections:
 
     def _forget(self, conn: Connection) -> None:
         self._greeting.pop(conn, None)
-        self._observers.forget(conn)
+        self.handshake.observers.forget(conn)
         if conn.peer is not None:
             self.open.pop(conn.peer.id, None)
         conn.close()
@@ -284,7 +277,7 @@ class Connections:
 
     async def finish(self) -> None:
         """Send every last word, let peers hang up, close every socket."""
-        self._observers.close()
+        self.handshake.observers.close()
         conns = [*self.open.values(), *self._greeting]
         await asyncio.gather(*(self._hang_up(conn) for conn in conns))
         if self._tasks:
@@ -294,7 +287,7 @@ class Connections:
         """Close every socket at once."""
         self._closed = True
         self.changed()
-        self._observers.close()
+        self.handshake.observers.close()
         for conn in [*self.open.values(), *self._greeting]:
             conn.link.abort()
             self._forget(conn)

@@ -64,7 +64,7 @@ class Handshake:
         self._admitted = admitted
         self._opened = opened
         self._rejected = rejected
-        self._observers = observers
+        self.observers = observers
 
     def check_user(self, conn: Connection) -> bool:
         """Refuse a process of a user that may not connect; say whether it may."""
@@ -85,8 +85,8 @@ class Handshake:
             hello = wire.decode_greeting(packet)
             if isinstance(hello, wire.Observe):
                 self._check_secret(hello.secret)
-                return self._observers.answer(conn)
-            if not isinstance(hello, wire.Hello) or conn in self._observers:
+                return self.observers.answer(conn)
+            if not isinstance(hello, wire.Hello) or conn in self.observers:
                 raise RemoteProtocolError(f"a peer began with a {type(hello).__name__}")
             self._check(hello)
             conn.peer = self._core.admit(hello.rank, hello.name, hello.window)
