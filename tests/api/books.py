@@ -50,7 +50,7 @@ def check_all_back(exporter: Exporter) -> PoolStatistics:
 
 def check_no_sleeper(exporter: Exporter) -> None:
     """Check that whoever is first in the queue for room is awake if its room is there (inv. 9)."""
-    queue = exporter._room._queue
+    queue = exporter._room.queue
     if not queue:
         return
     head = queue[0]

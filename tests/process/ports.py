@@ -102,7 +102,8 @@ class UncopiablePort(HostPort):
 
     def copy_in(self, address: int, plan: Plan, stream: int) -> None:
         """Copy what comes before the bad one, then fail."""
-        at = [feature.name for feature in plan.features].index("bad")
-        good = Layout(plan.features[:at], plan.sizes[:at])
+        layout = plan.layout
+        at = layout.numbers["bad"]
+        good = Layout(layout.features[:at], layout.sizes[:at], layout.device)
         super().copy_in(address, Plan(good, plan.tensors[:at]), stream)
         raise BackendError("the copy failed half-way", call="memcpy", code="EIO")

@@ -66,11 +66,17 @@ class ExporterRegion(Protocol):
     def shrink(self, index: int) -> None:
         """Give segment ``index`` back.  Slow.  Nothing may be using it."""
 
-    def record_ready(self, slot: int, stream: int) -> None:
-        """Record the slot's ready event on ``stream``, after what was queued there."""
+    def record_ready(self, slot: int, stream: int) -> bytes:
+        """Record the slot's ready event on ``stream``, after what was queued there.
+
+        Returns its handle.
+        """
 
     def ready_handle(self, slot: int) -> bytes:
-        """Return what lets another process wait for the slot's ready event; may be empty."""
+        """Return what lets another process wait for the slot's ready event; may be empty.
+
+        Makes the event if there is none yet.
+        """
 
     def ready_fence(self, slot: int) -> Fence | None:
         """Return the fence of the slot's last ready event; None if surely done."""

@@ -20,7 +20,6 @@ from asyncvmm._errors import (
     ArgumentError,
     BackendError,
     ClosedError,
-    PoolMemoryError,
     RemoteProtocolError,
 )
 from asyncvmm._fds import OwnedFd
@@ -156,23 +155,11 @@ class CudaExporterRegion:
                 try:
                     memory = Allocation.create(size, self._properties)
                 except BackendError as error:
-                    raise self._lacking(size, error) from error
+                    where = f"the memory of GPU {context.device} ({self._info.device})"
+                    raise driver_memory.lacking(size, where, error) from error
                 undo.add(context.call, memory.release)
             undo.keep()
         return memory
-
-    def _lacking(self, size: int, error: BackendError) -> BackendError:
-        """Say how much memory there is, if a lack of it is the cause and the driver will tell."""
-        if error.code != driver.OUT_OF_MEMORY:
-            return error
-        where = f"the memory of GPU {self._range.context.device} ({self._info.device})"
-        try:
-            lacking = PoolMemoryError(size, driver_memory.memory_free(), where)
-        except BackendError as second:
-            error.add_note(f"how much is free could not be asked: {second}")
-            return error
-        lacking.call, lacking.code = error.call, error.code
-        return lacking
 
     def shrink(self, index: int) -> None:
         """Unmap segment ``index``, which nothing may be using; on an error nothing has changed.
@@ -184,10 +171,14 @@ class CudaExporterRegion:
             find(self.segments(), index)
             self._range.unmap(index)
 
-    def record_ready(self, slot: int, stream: int) -> None:
-        """Record the slot's ready event on ``stream``: one driver call after the first time."""
+    def record_ready(self, slot: int, stream: int) -> bytes:
+        """Record the slot's ready event on ``stream``: one driver call after the first time.
+
+        Returns its handle.
+        """
         self._check()
         (self._ready.get(slot) or self._make_ready(slot)).record(stream)
+        return self._ready_handles.get(slot) or self.ready_handle(slot)
 
     def _make_ready(self, slot: int) -> Event:
         if not 0 <= slot < self._info.slots:
@@ -224,10 +215,12 @@ class CudaExporterRegion:
 
     def release_fence(self, peer: int, slot: int) -> Fence | None:
         """Return the fence of that consumer's last release of ``slot``."""
-        found = self._releases.get(peer, {}).get(slot)
-        if found is None:
-            raise RemoteProtocolError(f"slot {slot} was released without an event ever given")
-        return found[1]
+        try:
+            return self._releases[peer][slot][1]
+        except KeyError:
+            raise RemoteProtocolError(
+                f"slot {slot} was released without an event ever given"
+            ) from None
 
     def forget_peer(self, peer: int) -> None:
         """Give back the events of a consumer whose process is gone.
@@ -243,8 +236,11 @@ class CudaExporterRegion:
 
     def ask(self, fences: Sequence[Fence]) -> list[bool]:
         """Say of each fence whether it is done; captures in other threads go on."""
-        with driver.relaxed_capture():
+        before = driver.capture_relaxed()
+        try:
             return [surely_done(fence) for fence in fences]
+        finally:
+            driver.capture_again(before)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self, TypeAlias
 
-from asyncvmm._backends.driver import call, load
+from asyncvmm._backends.driver import OUT_OF_MEMORY, call, load
+from asyncvmm._errors import BackendError, PoolMemoryError
 
 HandleType: TypeAlias = Literal["fabric", "posix"]
 
@@ -119,3 +120,16 @@ def memory_set_access(address: int, nbytes: int, number: int, *, writable: bool)
 def memory_fill(address: int, value: int, nbytes: int, stream: Any) -> None:
     """Queue the filling of a range with one byte value."""
     call("cuMemsetD8Async", address, value, nbytes, stream)
+
+
+def lacking(size: int, where: str, error: BackendError) -> BackendError:
+    """Say how much memory there is, if a lack of it is the cause and the driver will tell."""
+    if error.code != OUT_OF_MEMORY:
+        return error
+    try:
+        found = PoolMemoryError(size, memory_free(), where)
+    except BackendError as second:
+        error.add_note(f"how much is free could not be asked: {second}")
+        return error
+    found.call, found.code = error.call, error.code
+    return found

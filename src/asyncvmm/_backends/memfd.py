@@ -128,8 +128,9 @@ class HostExporterRegion:
             self._segments = tuple(each for each in self._segments if each is not segment)
             self._fds.pop(index).close()
 
-    def record_ready(self, slot: int, stream: int) -> None:
+    def record_ready(self, slot: int, stream: int) -> bytes:
         """Do nothing: what was written is there."""
+        return b""
 
     def ready_handle(self, slot: int) -> bytes:
         """Return empty bytes: there is no event to wait for."""

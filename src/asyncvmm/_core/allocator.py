@@ -16,7 +16,7 @@ from asyncvmm._errors import LocalProtocolError
 class Allocator:
     """Free byte ranges of one pool.  All sizes are multiples of the chunk alignment."""
 
-    __slots__ = ("_by_end", "_by_start", "_sorted", "capacity", "free_bytes")
+    __slots__ = ("_by_end", "_by_start", "_sorted", "capacity", "free_bytes", "high_water")
 
     def __init__(self) -> None:
         self._sorted: list[tuple[int, int]] = []  # (size, start)
@@ -24,6 +24,8 @@ class Allocator:
         self._by_end: dict[int, int] = {}  # end -> start
         self.capacity = 0
         self.free_bytes = 0
+        self.high_water = 0
+        """Most bytes that were taken at once."""
 
     @property
     def largest_gap(self) -> int:
@@ -50,7 +52,9 @@ class Allocator:
             insort(free, (rest, start + nbytes))
         else:
             del self._by_end[start + size]
-        self.free_bytes -= nbytes
+        self.free_bytes = left = self.free_bytes - nbytes
+        if self.capacity - left > self.high_water:
+            self.high_water = self.capacity - left
         return start
 
     def free(self, start: int, nbytes: int) -> None:

@@ -34,6 +34,7 @@ class ExporterCore(Ticketing):
             self.route = Ranks(route.consumer_count)
         else:
             self.route = Competitors()
+        self._everybody = self.route.targets(None)
         self.closing = False
         self._goodbye = wire.encode(wire.Goodbye())
         self._next_peer = 0
@@ -43,7 +44,6 @@ class ExporterCore(Ticketing):
     def publish(
         self,
         record: Record,
-        *,
         key: Key,
         features: list[wire.Feature],
         metadata: bytes = b"",
@@ -81,7 +81,7 @@ class ExporterCore(Ticketing):
     def _check_publish(self, to: To) -> tuple[int, ...]:
         if self.closing:
             raise ClosedError("the exporter is closing and takes no new owners")
-        return self.route.targets(to)
+        return self._everybody if to is None else self.route.targets(to)
 
     def _describe(
         self,
@@ -92,7 +92,8 @@ class ExporterCore(Ticketing):
         ready: bytes,
     ) -> wire.OwnerFrame:
         self._check_loan(record)
-        wire.check_key(key)
+        if type(key) is not int:
+            wire.check_key(key)
         record.key = key  # nobody reads these two of a loan that is not published
         record.ready = ready
         return wire.OwnerFrame(
@@ -108,8 +109,9 @@ class ExporterCore(Ticketing):
     ) -> None:
         message = wire.Redeemed(frames[0]) if proof else wire.Deliver(frames)
         data = wire.encode(message)  # the last line that may raise (inv. 13)
-        self.tally.batches += 1
-        batch = BatchRecord(self.tally.batches, records, data)
+        tally = self.tally
+        tally.batches = number = tally.batches + 1
+        batch = BatchRecord(number, records, data)
         for record in records:
             self.slots.move(record.slot, HELD)
             record.batch = batch
@@ -123,8 +125,9 @@ class ExporterCore(Ticketing):
                 record.waiting = ANYBODY
             self._assign()
             return
+        seats = route.seats
         for rank in ranks:
-            peer = route.seats.get(rank)
+            peer = seats.get(rank)
             if peer is not None and peer.state is OPEN:
                 self._deliver(peer, batch)
             else:

@@ -34,9 +34,14 @@ class Holdings(Loans):
     def _settle(self, peer: Peer, record: Record) -> None:
         """Note that a peer holds a record no more; the caller has noted how that came."""
         del peer.holds[record.slot]
-        record.holders.discard(peer.id)
-        self._review(record)
-        self._close_absent(peer)
+        holders = record.holders
+        holders.discard(peer.id)
+        if holders or record.waiting:
+            self._review(record)
+        else:
+            self._drain(record)
+        if peer.absent:
+            self._close_absent(peer)
 
     def _close_absent(self, peer: Peer) -> None:
         """Forget a peer whose link is gone once nothing can come of it any more."""

@@ -50,8 +50,9 @@ class Loans:
     def drained(self, record: Record) -> None:
         """Free a slot and its bytes: every fence of what touched them is done (inv. 4)."""
         self._check_use(record)
-        self.slots.move(record.slot, FREE)
-        del self.records[record.slot]
+        slot = record.slot
+        self.slots.move(slot, FREE)
+        del self.records[slot]
         self.bytes.free(record.start, record.nbytes)
 
     def _drain(self, record: Record) -> None:

@@ -40,6 +40,9 @@ MOVES: dict[SlotState, frozenset[SlotState]] = {
 }
 """Where a slot may go from each state; anything else is a bug here."""
 
+_ALLOWED = tuple(tuple(MOVES[state]) for state in SlotState)
+"""The same by number: hashing a member of an enumeration is a call into Python."""
+
 
 class SlotTable:
     """States and generations of a fixed number of slots."""
@@ -71,7 +74,7 @@ class SlotTable:
     def move(self, slot: int, to: SlotState) -> None:
         """Move a slot along the table."""
         at = self.states[slot]
-        if to not in MOVES[at]:
+        if to not in _ALLOWED[at]:
             raise LocalProtocolError(f"slot {slot} may not go from {at.name} to {to.name}")
         self.states[slot] = to
         if to is FREE:

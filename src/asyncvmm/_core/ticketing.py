@@ -35,17 +35,19 @@ class Ticketing(Holdings):
         self._exported: dict[int, Record] = {}  # slot -> exported owner that somebody may redeem
 
     def _deliver(self, peer: Peer, batch: BatchRecord) -> None:
+        number, outgoing = peer.id, self.outgoing
         for record in batch.records:
-            if record.waiting is ANYBODY:
+            slot, waiting = record.slot, record.waiting
+            if waiting is ANYBODY:
                 record.waiting = NOBODY
-            elif record.waiting:
-                record.waiting -= {peer.member}
-            record.holders.add(peer.id)
-            peer.holds[record.slot] = record
-            if record.ready and record.slot not in peer.knows:
-                peer.knows.add(record.slot)
-                self.outgoing.append((peer.id, wire.encode(wire.Ready(record.slot, record.ready))))
-        self.outgoing.append((peer.id, batch.data))
+            elif waiting:
+                record.waiting = waiting - {peer.member}
+            record.holders.add(number)
+            peer.holds[slot] = record
+            if record.ready and slot not in peer.knows:
+                peer.knows.add(slot)
+                outgoing.append((number, wire.encode(wire.Ready(slot, record.ready))))
+        outgoing.append((number, batch.data))
 
     # -- shares ------------------------------------------------------------------------------
 

@@ -1,13 +1,10 @@
-"""From "everybody let go" to "free": the fences of one exporter.
+"""From "everybody let go" to "free": waiting for the fences of one exporter.
 
 A slot leaves DRAINING only when everything that touched its bytes is done (inv. 4): the copy into
 it, also one that still runs in a worker thread, and the reads of every consumer that released it.
 Where memory has no fences (host memory) that is at once and no watcher is ever made.
 
-A consumer's release event was recorded behind its wait for the owner's ready event, so it stands
-for both, and the ready event is not asked again: asking two events instead of one costs more than
-everything else here.  It is asked where no such release came, and where the exporter writes from
-more than one stream, because then nothing else keeps a later copy behind an earlier one.
+A fence is asked at once, then for a moment in the turns of the loop, then by the watcher's thread.
 """
 
 from __future__ import annotations
@@ -17,21 +14,21 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import cast
+from typing import TypeAlias, cast
 
 from asyncvmm._backends.base import ExporterRegion, Fence
 from asyncvmm._core.ledger import Record
-from asyncvmm._errors import BackendError, RemoteProtocolError
-from asyncvmm._exporter.late import LateFence
+from asyncvmm._errors import BackendError
+from asyncvmm._exporter.fencing import Fencing, Lane
 from asyncvmm._io.fences import FenceWatcher
+from asyncvmm._io.soon import SoonFences
 
 logger = logging.getLogger("asyncvmm.exporter")
 
-READY = -1
-"""Stands where a peer's id stands, for the exporter's own ready events."""
-
 TRIES = 3
 """How often something that the driver refuses is tried before a slot is quarantined for it."""
+
+_Token: TypeAlias = tuple[Record, Lane, Fence]
 
 
 class Draining:
@@ -43,153 +40,85 @@ class Draining:
     def __init__(
         self,
         region: ExporterRegion,
+        fencing: Fencing,
         freed: Callable[[Record], None],
         failed: Callable[[Record], None],
     ) -> None:
         self.copying: dict[int, asyncio.Future[None]] = {}  # slot -> copy in a worker thread
-        self._written: dict[int, int] = {}  # slot -> the stream that wrote it last
-        self._streams: set[int] = set()  # every stream that ever wrote
         self._region = region
+        self._fencing = fencing
         self._freed = freed
         self._failed = failed
+        loop = asyncio.get_running_loop()
+        self._soon = SoonFences(loop, fencing.ask, self._on_soon, self._later)
         self._watcher: FenceWatcher | None = None
-        self._open: dict[Record, set[tuple[int, int]]] = {}  # the lanes each still waits for
-        self._lanes: dict[tuple[int, int], int] = {}  # fences that the watcher has, by lane
+        self._open: dict[Record, set[Lane]] = {}  # the lanes each still waits for
+        self._lanes: dict[Lane, int] = {}  # fences that somebody was asked to watch, by lane
+        self._watched: dict[Lane, int] = {}  # those of them that the thread has
         self._broken: set[Record] = set()
-        self._refused: dict[tuple[Record, tuple[int, int]], int] = {}  # fences: errors so far
-        self._late: dict[tuple[int, int], LateFence] = {}  # by (peer, slot); READY for ours
+        self._refused: dict[tuple[Record, Lane], int] = {}  # fences: errors so far
         self._leaving: set[int] = set()  # peers whose events are to be given back
-
-    def record(self, slot: int, stream: int) -> None:
-        """Record a slot's ready event on the stream that writes it."""
-        self._region.record_ready(slot, stream)
-        self._written[slot] = stream
-        self._streams.add(stream)
-
-    def record_end(self, slot: int, stream: int) -> None:
-        """Record the end of the writes to a slot that is given up unpublished.
-
-        Never raises: if the driver refuses, it is asked again, and the slot drains until then.
-        A slot without an event was never written, for that is made before the first write.
-        """
-        if self._region.ready_fence(slot) is None:
-            return
-        try:
-            self.record(slot, stream)
-        except BackendError as error:
-            logger.error("slot %d drains until its event can be recorded: %s", slot, error)
-
-            def recorded() -> Fence | None:
-                self._region.record_ready(slot, stream)
-                return self._region.ready_fence(slot)
-
-            self._late[READY, slot] = LateFence(recorded)
-
-    def open_release(self, peer: int, slot: int, handle: bytes) -> None:
-        """Open a consumer's event; if the driver refuses, its slot drains until it does not."""
-        try:
-            self._region.open_release(peer, slot, handle)
-        except BackendError as error:
-            logger.error(
-                "slot %d drains until the event of consumer %d can be opened: %s", slot, peer, error
-            )
-
-            def opened() -> Fence | None:
-                self._region.open_release(peer, slot, handle)
-                return self._region.release_fence(peer, slot)
-
-            self._late[peer, slot] = LateFence(opened)
 
     def begin(self, records: Sequence[Record]) -> None:
         """Wait for everything that touched the bytes of each record.
 
-        An event is asked here first, in the mode that leaves others' graph captures alone: where
-        the GPUs run at the same time it is mostly done when the release comes, and a thread that
-        has to be woken, and to wake the loop, costs ten times the question.  Not if an earlier
-        one of its lane is pending: then it cannot be done.
+        An event is asked here first, in the mode that leaves others' graph captures alone: it is
+        often done when the release comes.  Not if an earlier one of its lane is pending: then it
+        is asked behind that.
         """
-        found = []
-        for record in records:
-            copy = self.copying.get(record.slot)
-            if copy is None:
-                found.append((record, self._fences(record)))
-            else:
-                # Given up while its copy runs: the copy's end is the fence.
-                copy.add_done_callback(partial(self._copied, record))
-        self._ask_newest(found)
+        if self.copying:
+            records = [record for record in records if not self._still_copied(record)]
+        found = [(record, self._fencing.of(record)) for record in records]
+        done = self._newest_done(found)
         for record, fences in found:
+            for lane in done:
+                fences.pop(lane, None)
             if fences:
                 self._wait(record, fences)
             else:
                 self._freed(record)
 
-    def _ask_newest(self, found: list[tuple[Record, dict[tuple[int, int], Fence]]]) -> None:
-        """Drop the fences that are done: the newest of a lane stands for all of it."""
-        newest = {
-            lane_of: fence
-            for _, fences in found
-            for lane_of, fence in fences.items()
-            if lane_of not in self._lanes
-        }
-        if newest:
-            answers = self._answers(list(newest.values()))
-            done = {lane_of for lane_of, yes in zip(newest, answers, strict=True) if yes}
-            for _, fences in found:
-                for lane_of in done & fences.keys():
-                    del fences[lane_of]
+    def _still_copied(self, record: Record) -> bool:
+        """Say whether it was given up while its copy runs: the copy's end is the fence then."""
+        copy = self.copying.get(record.slot)
+        if copy is None:
+            return False
+        copy.add_done_callback(partial(self._copied, record))
+        return True
 
-    def _answers(self, fences: list[Fence]) -> list[bool]:
-        try:
-            return self._region.ask(fences)
-        except BackendError as error:
-            logger.warning("fences are left to the watcher: %s", error)
-            return [False] * len(fences)
+    def _copied(self, record: Record, _: object) -> None:
+        self.copying.pop(record.slot, None)
+        self.begin((record,))
+
+    def _newest_done(self, found: list[tuple[Record, dict[Lane, Fence]]]) -> list[Lane]:
+        """Return the lanes whose newest fence is done: it stands for all of the lane."""
+        newest: dict[Lane, Fence] = {}
+        for _, fences in found:
+            newest.update(fences)
+        if self._lanes:
+            for lane in self._lanes.keys() & newest.keys():
+                del newest[lane]
+        if not newest:
+            return []
+        answers = self._fencing.ask(list(newest.values()))
+        return [lane for lane, done in zip(newest, answers, strict=True) if done]
 
     def pending(self, record: Record) -> set[int]:
         """Return the peers whose fences a draining record waits for; READY stands for ours."""
         return {peer for peer, _ in self._open.get(record, ())}
 
-    def _late_fence(self, peer: int, slot: int) -> Fence | None:
-        late = self._late.get((peer, slot))
-        if late is not None and late.made:
-            del self._late[peer, slot]
-            return None
-        return late
-
-    def _wait(self, record: Record, fences: dict[tuple[int, int], Fence]) -> None:
+    def _wait(self, record: Record, fences: dict[Lane, Fence]) -> None:
         self._open[record] = set(fences)
-        watcher = self._watch()
-        for lane_of, fence in fences.items():
-            self._lanes[lane_of] = self._lanes.get(lane_of, 0) + 1
-            watcher.watch(lane_of, fence, (record, lane_of, fence))
+        for lane, fence in fences.items():
+            self._lanes[lane] = self._lanes.get(lane, 0) + 1
+            # Behind those of its lane that the thread has, it cannot be done before the thread
+            # is told of them.
+            watch = self._later if lane in self._watched else self._soon.watch
+            watch(lane, fence, (record, lane, fence))
 
-    def _fences(self, record: Record) -> dict[tuple[int, int], Fence]:
-        fences: dict[tuple[int, int], Fence] = {}
-        for peer, lane in record.released_by:
-            fence = self._release_fence(peer, record.slot) if lane else None
-            if fence is not None:
-                fences[peer, lane] = fence
-        if not fences or len(self._streams) > 1:
-            ready = self._late_fence(READY, record.slot) if self._late else None
-            ready = ready or self._region.ready_fence(record.slot)
-            if ready is not None:
-                fences[READY, self._written.get(record.slot, 0)] = ready
-        return fences
-
-    def _release_fence(self, peer: int, slot: int) -> Fence | None:
-        late = self._late_fence(peer, slot) if self._late else None
-        if late is not None:
-            return late
-        try:
-            return self._region.release_fence(peer, slot)
-        except RemoteProtocolError as error:
-            # It says that it read on a stream and never gave the event: its reads are its risk.
-            logger.warning("consumer %d broke the rules: %s", peer, error)
-            return None
-
-    def _copied(self, record: Record, _: object) -> None:
-        self.copying.pop(record.slot, None)
-        self.begin((record,))
+    def _later(self, lane: Hashable, fence: Fence, token: object) -> None:
+        self._watched[cast("Lane", lane)] = self._watched.get(cast("Lane", lane), 0) + 1
+        self._watch().watch(lane, fence, token)
 
     def _watch(self) -> FenceWatcher:
         if self._watcher is None:
@@ -218,35 +147,46 @@ class Draining:
 
     def _on_done(self, done: list[tuple[object, Exception | None]]) -> None:
         for token, error in done:
-            record, lane_of, fence = cast("tuple[Record, tuple[int, int], Fence]", token)
-            self._lanes[lane_of] -= 1
-            if not self._lanes[lane_of]:
-                del self._lanes[lane_of]
-            waits = self._open.get(record)
-            if waits is None or lane_of not in waits:
-                continue  # its peer died meanwhile
-            if error is not None and self._ask_again(record, lane_of, fence, error):
-                continue
-            if error is not None:
-                logger.error("the fence of %r cannot be asked any more: %s", record, error)
-                self._broken.add(record)
-            waits.discard(lane_of)
-            if not waits:
-                self._finish(record)
+            record, lane, fence = cast("_Token", token)
+            self._watched[lane] -= 1
+            if not self._watched[lane]:
+                del self._watched[lane]
+            self._settle(record, lane, fence, error)
         if self._leaving:
             self._forget_idle()
 
-    def _ask_again(
-        self, record: Record, lane_of: tuple[int, int], fence: Fence, error: Exception
-    ) -> bool:
+    def _on_soon(self, done: list[object]) -> None:
+        for token in done:
+            record, lane, fence = cast("_Token", token)
+            self._settle(record, lane, fence, None)
+        if self._leaving:
+            self._forget_idle()
+
+    def _settle(self, record: Record, lane: Lane, fence: Fence, error: Exception | None) -> None:
+        self._lanes[lane] -= 1
+        if not self._lanes[lane]:
+            del self._lanes[lane]
+        waits = self._open.get(record)
+        if waits is None or lane not in waits:
+            return  # its peer died meanwhile
+        if error is not None and self._ask_again(record, lane, fence, error):
+            return
+        if error is not None:
+            logger.error("the fence of %r cannot be asked any more: %s", record, error)
+            self._broken.add(record)
+        waits.discard(lane)
+        if not waits:
+            self._finish(record)
+
+    def _ask_again(self, record: Record, lane: Lane, fence: Fence, error: Exception) -> bool:
         """Have a fence that raised asked again; say whether that was not too often."""
-        count = self._refused.pop((record, lane_of), 0) + 1
+        count = self._refused.pop((record, lane), 0) + 1
         if count >= TRIES:
             return False
         logger.warning("the fence of %r is asked again: %s", record, error)
-        self._refused[record, lane_of] = count
-        self._lanes[lane_of] = self._lanes.get(lane_of, 0) + 1
-        self._watch().watch(lane_of, fence, (record, lane_of, fence))
+        self._refused[record, lane] = count
+        self._lanes[lane] = self._lanes.get(lane, 0) + 1
+        self._later(lane, fence, (record, lane, fence))
         return True
 
     def _finish(self, record: Record) -> None:
@@ -270,29 +210,21 @@ class Draining:
             self._forget_idle()
             return
         for record, waits in list(self._open.items()):
-            gone = {lane_of for lane_of in waits if lane_of[0] == peer}
+            gone = {lane for lane in waits if lane[0] == peer}
             waits -= gone
             if gone and not waits:
                 self._finish(record)
-        self._forget(peer)
+        self._fencing.forget(peer)
 
     def _forget_idle(self) -> None:
         busy: set[Hashable] = {peer for waits in self._open.values() for peer, _ in waits}
         for peer in self._leaving - busy:
             self._leaving.discard(peer)
-            self._forget(peer)
-
-    def _forget(self, peer: int) -> None:
-        for key in [key for key in self._late if key[0] == peer]:
-            self._late.pop(key).give_up()
-        try:
-            self._region.forget_peer(peer)
-        except BackendError as error:
-            # The region keeps what it could not give back, for its close.
-            logger.warning("events of consumer %d stay for now: %s", peer, error)
+            self._fencing.forget(peer)
 
     async def close(self) -> None:
         """Stop watching; what is pending stays unanswered."""
+        self._soon.clear()
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.stop()

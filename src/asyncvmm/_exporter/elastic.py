@@ -46,6 +46,7 @@ class Elastic:
         self.shrunk = 0
         self.pool_bytes = aligned(pool_bytes)
         self.max_pool_bytes = aligned(max_pool_bytes)
+        """The largest chunk the pool can ever hold, in bytes."""
         self._core = core
         self._region = region
         self._connections = connections
@@ -59,11 +60,6 @@ class Elastic:
         self._closed = False
         self._failed = False
         self._add(region.segments()[0])
-
-    @property
-    def limit(self) -> int:
-        """The largest chunk the pool can ever hold, in bytes."""
-        return self.max_pool_bytes
 
     def want(self, nbytes: int) -> None:
         """Somebody waits for ``nbytes``: begin to grow if the pool may."""

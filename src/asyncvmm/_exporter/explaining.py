@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from asyncvmm._core.ledger import ANYONE, Peer, PeerState, Record
 from asyncvmm._core.slots import SlotState
-from asyncvmm._exporter.draining import READY
+from asyncvmm._exporter.fencing import READY
 from asyncvmm._types import Key
 
 if TYPE_CHECKING:

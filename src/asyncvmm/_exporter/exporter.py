@@ -9,6 +9,7 @@ from asyncvmm._core.routing import To
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
 from asyncvmm._exporter.explaining import Explanation, explain
 from asyncvmm._exporter.exporting import Exporting
+from asyncvmm._exporter.lending import BURST
 from asyncvmm._exporter.reporting import report
 from asyncvmm._exporter.reservation import Reservation
 from asyncvmm._exporter.statistics import PoolStatistics
@@ -49,9 +50,12 @@ class Exporter(Exporting):
         RankError before anything is taken; ClosedError if the exporter closes while it waits.
         Cancelled, it publishes nothing, and the chunk returns once no copy touches it any more.
         """
-        number = self._stream(stream)
-        plan, terms = self._terms(self._plan_tensors(features), key, metadata, to, require)
-        record = None if len(self._room) else self._core.reserve(plan.nbytes)
+        number = self._current_stream() if stream is None else self._stream(stream)
+        plan = self._plan_tensors(features)
+        terms = self._terms(plan.nbytes, key, metadata, to, require)
+        if self._burst >= BURST:
+            await self._breathe()
+        record = None if self._queue else self._core.reserve(plan.nbytes)
         if record is None:
             record = await self._acquire(plan.nbytes)
         if self._copies_slowly(plan):
@@ -72,8 +76,9 @@ class Exporter(Exporting):
 
         It is still awaited, because a large copy leaves the event loop.
         """
-        number = self._stream(stream)
-        plan, terms = self._terms(self._plan_tensors(features), key, metadata, to, require)
+        number = self._current_stream() if stream is None else self._stream(stream)
+        plan = self._plan_tensors(features)
+        terms = self._terms(plan.nbytes, key, metadata, to, require)
         record = self._acquire_nowait(plan.nbytes)
         if self._copies_slowly(plan):
             return await self._fill_elsewhere(record, plan, terms, number)
@@ -92,7 +97,8 @@ class Exporter(Exporting):
 
         Entering waits for room, as ``send`` does, and gives a :class:`WritableOwner`.
         """
-        plan, terms = self._terms(self._plan_specs(specs), key, metadata, to, require)
+        plan = self._plan_specs(specs)
+        terms = self._terms(plan.nbytes, key, metadata, to, require)
         return Reservation(self, plan, terms, wait=True)
 
     def reserve_nowait(
@@ -105,7 +111,8 @@ class Exporter(Exporting):
         require: Require = "all",
     ) -> Reservation:
         """Do as ``reserve``, but entering raises WouldBlock instead of waiting."""
-        plan, terms = self._terms(self._plan_specs(specs), key, metadata, to, require)
+        plan = self._plan_specs(specs)
+        terms = self._terms(plan.nbytes, key, metadata, to, require)
         return Reservation(self, plan, terms, wait=False)
 
     # -- looking and waiting -----------------------------------------------------------------

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+import msgspec
+
 from asyncvmm._core.ledger import Record
 from asyncvmm._core.routing import To
 from asyncvmm._errors import ArgumentError, ForkError
@@ -50,8 +52,9 @@ class Exporting(Lending):
         ``acknowledgement`` of what is returned is that of ``send``.  Cancelled, it exports
         nothing, and the chunk returns once no copy touches it any more.
         """
-        plan, terms = self._terms(self._plan_tensors(features), key, metadata, to, require)
-        terms.proof = os.urandom(PROOF_BYTES)
+        plan = self._plan_tensors(features)
+        terms = self._terms(plan.nbytes, key, metadata, to, require)
+        terms = msgspec.structs.replace(terms, proof=os.urandom(PROOF_BYTES))
         number = self._stream(stream)
         return await self._export(await self._acquire(plan.nbytes), plan, terms, number)
 
@@ -69,8 +72,9 @@ class Exporting(Lending):
 
         It is still awaited, because a large copy leaves the event loop.
         """
-        plan, terms = self._terms(self._plan_tensors(features), key, metadata, to, require)
-        terms.proof = os.urandom(PROOF_BYTES)
+        plan = self._plan_tensors(features)
+        terms = self._terms(plan.nbytes, key, metadata, to, require)
+        terms = msgspec.structs.replace(terms, proof=os.urandom(PROOF_BYTES))
         number = self._stream(stream)
         return await self._export(self._acquire_nowait(plan.nbytes), plan, terms, number)
 
@@ -152,11 +156,11 @@ class Exporting(Lending):
             terms.proof,
             record.key,
             record.nbytes,
-            len(plan.features),
+            len(plan.layout.features),
         )
         tickets = {
             feature.name: Ticket(owner, index, feature.name, feature.dtype, feature.shape)
-            for index, feature in enumerate(plan.features)
+            for index, feature in enumerate(plan.layout.features)
         }
         return Tickets(tickets, ack)
 

@@ -160,7 +160,7 @@ class open_exporter:
                 access=self._access,
                 pump=lambda: exporter._pump(),
                 gone=lambda peer, died: exporter._draining.gone(peer, died=died),
-                open_release=lambda *event: exporter._draining.open_release(*event),
+                open_release=lambda *event: exporter._fencing.open_release(*event),
                 observers=Observers(lambda: snapshot(exporter)),
                 debug=self._debug,
                 consumer_count=(

@@ -32,7 +32,6 @@ class Counters:
     lost: int = 0
     copies: int = 0
     copied_bytes: int = 0
-    high_water: int = 0
     fallbacks: int = 0
     handoff: Histogram = field(default_factory=Histogram)
     release: Histogram = field(default_factory=Histogram)
@@ -67,7 +66,7 @@ def report(exporter: Exporter, owners: int | None = None) -> PoolStatistics:
         free_bytes=free,
         largest_gap=core.bytes.largest_gap,
         gaps=core.bytes.gaps,
-        high_water=max(counters.high_water, capacity - free),
+        high_water=core.bytes.high_water,
         segments=len(segments),
         grown=elastic.grown,
         shrunk=elastic.shrunk,

@@ -15,7 +15,7 @@ from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
 from asyncvmm._types import Key
 
 if TYPE_CHECKING:
-    from asyncvmm._tensors.plan import Plan, Tensor
+    from asyncvmm._tensors.plan import Layout, Plan, Tensor
 
 
 class Lender(Protocol):
@@ -25,12 +25,14 @@ class Lender(Protocol):
 
     def _acquire_nowait(self, nbytes: int) -> Record: ...
 
-    def _writable(self, record: Record, nbytes: int) -> object: ...
+    def _prepare(self, record: Record) -> None: ...
 
-    def _view(self, holder: object, plan: Plan, index: int) -> Tensor: ...
+    def _writable(self, record: Record) -> object: ...
+
+    def _view(self, holder: object, layout: Layout, number: int) -> Tensor: ...
 
     def _publish(
-        self, record: Record, plan: Plan, terms: Terms, stream: int
+        self, record: Record, layout: Layout, terms: Terms, stream: int
     ) -> Acknowledgement: ...
 
     def _abandon(self, record: Record, stream: int) -> None: ...
@@ -38,23 +40,19 @@ class Lender(Protocol):
     def _stream(self, stream: object) -> int: ...
 
 
-class Terms:
+class Terms(msgspec.Struct, eq=False, frozen=True, gc=False):
     """Under what name, for whom and with what note an owner is published."""
 
-    __slots__ = ("key", "metadata", "proof", "require", "to")
+    key: Key | None = None
+    metadata: bytes = b""
+    to: To = None
+    require: Require = "all"
+    proof: bytes = b""
+    """Of the tickets it is exported by; empty for one that is streamed."""
 
-    def __init__(
-        self,
-        key: Key | None,
-        metadata: bytes,
-        to: To,
-        require: Require,
-    ) -> None:
-        self.key = key
-        self.metadata = metadata
-        self.to = to
-        self.require: Require = require
-        self.proof = b""  # of the tickets it is exported by; empty for one that is streamed
+
+PLAIN = Terms()
+"""The terms of an owner about which nothing was said: most of them."""
 
 
 def pack_metadata(metadata: object) -> bytes:
@@ -81,15 +79,14 @@ class WritableOwner:
     the bytes then belong to readers, or to another owner.
     """
 
-    __slots__ = ("_exporter", "_holder", "_names", "_plan", "_record", "_terms")
+    __slots__ = ("_exporter", "_holder", "_plan", "_record", "_terms")
 
     def __init__(self, exporter: Lender, record: Record, plan: Plan, terms: Terms) -> None:
         self._exporter = exporter
         self._record: Record | None = record
         self._plan = plan
         self._terms = terms
-        self._names = {feature.name: i for i, feature in enumerate(plan.features)}
-        self._holder: object = exporter._writable(record, plan.nbytes)
+        self._holder: object = None  # what every view holds, once there is one
 
     @property
     def nbytes(self) -> int:
@@ -113,14 +110,17 @@ class WritableOwner:
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the feature as a writable tensor; no payload byte is copied."""
-        self._loan()
-        return self._exporter._view(self._holder, self._plan, self._names[name])
+        record = self._loan()
+        number = self._plan.layout.numbers[name]
+        if self._holder is None:
+            self._holder = self._exporter._writable(record)
+        return self._exporter._view(self._holder, self._plan.layout, number)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._plan.layout.numbers)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._plan.layout.numbers)
 
     def publish(self, *, metadata: object = None, stream: object = None) -> Acknowledgement:
         """Hand the owner over, after the work queued on ``stream`` (default: the current one).
@@ -130,9 +130,9 @@ class WritableOwner:
         if self._record is None:
             raise ReleasedError("this owner was published or given back already")
         if metadata is not None:
-            self._terms.metadata = pack_metadata(metadata)
+            self._terms = msgspec.structs.replace(self._terms, metadata=pack_metadata(metadata))
         number = self._exporter._stream(stream)
-        ack = self._exporter._publish(self._record, self._plan, self._terms, number)
+        ack = self._exporter._publish(self._record, self._plan.layout, self._terms, number)
         self._record = self._holder = None
         return ack
 
@@ -164,6 +164,7 @@ class Reservation:
         else:
             record = self._exporter._acquire_nowait(nbytes)
         try:
+            self._exporter._prepare(record)
             self._owner = WritableOwner(self._exporter, record, self._plan, self._terms)
         except BaseException:
             self._exporter._abandon(record, self._exporter._stream(None))

@@ -55,24 +55,24 @@ class Room:
         self._late = late
         self._patience = patience
         self._timer: asyncio.TimerHandle | None = None  # only while somebody waits, or just did
-        self._queue: deque[Waiter] = deque()
+        self.queue: deque[Waiter] = deque()
         self._closed = False
         self.waits = 0
         self.longest_wait = 0.0
         self.latencies = Histogram()
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self.queue)
 
     @property
     def oldest_wait(self) -> float:
         """Seconds that the head of the queue has waited; 0.0 if nobody waits."""
-        return monotonic() - self._queue[0].since if self._queue else 0.0
+        return monotonic() - self.queue[0].since if self.queue else 0.0
 
     @property
     def needed(self) -> int:
         """Bytes that the head of the queue waits for; 0 if nobody waits."""
-        return self._queue[0].nbytes if self._queue else 0
+        return self.queue[0].nbytes if self.queue else 0
 
     async def turn(self, nbytes: int, slots: int = 1) -> None:
         """Wait until it is the caller's turn and ``nbytes`` fit; take them before any await.
@@ -83,7 +83,7 @@ class Room:
         Cancellation loses nothing.
         """
         waiter = Waiter(nbytes, slots)
-        queue = self._queue
+        queue = self.queue
         queue.append(waiter)
         waited = False
         try:
@@ -105,7 +105,7 @@ class Room:
             raise ClosedError("the exporter was closed while a send waited for room")
 
     def _forget(self, waiter: Waiter, waited: bool) -> None:
-        self._queue.remove(waiter)
+        self.queue.remove(waiter)
         if waited:
             self.waits += 1
             seconds = monotonic() - waiter.since
@@ -117,8 +117,8 @@ class Room:
 
     def wake(self) -> None:
         """Wake the head of the queue if it fits now; call it whenever room may have appeared."""
-        if self._queue:
-            head = self._queue[0]
+        if self.queue:
+            head = self.queue[0]
             future = head.future
             if future is not None and not future.done():
                 if self._fits(head.nbytes, head.slots):
@@ -129,9 +129,9 @@ class Room:
     def _look(self) -> None:
         """Tell of a head that waits too long, and look again while anybody waits."""
         self._timer = None
-        if not self._queue or self._closed:
+        if not self.queue or self._closed:
             return
-        left = self._queue[0].since + self._patience - monotonic()
+        left = self.queue[0].since + self._patience - monotonic()
         if left <= 0:
             left = max(self._patience, SHORTEST_LOOK)
             self._late()
@@ -139,8 +139,8 @@ class Room:
 
     def refuse(self, most: int, error: AsyncVMMError) -> None:
         """Send the head of the queue away with ``error`` if it wants more than ``most`` bytes."""
-        if self._queue and self._queue[0].nbytes > most:
-            head = self._queue[0]
+        if self.queue and self.queue[0].nbytes > most:
+            head = self.queue[0]
             head.error = error
             if head.future is not None and not head.future.done():
                 head.future.set_result(None)
@@ -150,6 +150,6 @@ class Room:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for waiter in self._queue:
+        for waiter in self.queue:
             if waiter.future is not None and not waiter.future.done():
                 waiter.future.set_result(None)

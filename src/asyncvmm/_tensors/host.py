@@ -26,13 +26,17 @@ from asyncvmm._tensors.plan import (
     Tensor,
     plan_specs,
     plan_tensors,
-    source_address,
+    refuse_source,
 )
 from asyncvmm._types import RegionInfo
 
 OFFLOAD_BYTES = 1 << 20
 """Copies of at least this many bytes leave the event loop: at 10 GB/s (measured, warm pages) it
 keeps the loop 0.1 ms, about what handing the copy to a thread costs."""
+
+memmove = ctypes.memmove
+
+_CPU = torch.device("cpu")
 
 _UNCOPIABLE = frozenset(
     dtype for name, dtype in TORCH_DTYPES.items() if name.lstrip("u").startswith("int")
@@ -92,32 +96,33 @@ class HostPort:
 
     def copies_slowly(self, plan: Plan) -> bool:
         """Say whether the copy should leave the loop."""
-        return plan.nbytes >= OFFLOAD_BYTES or not all(t.is_cpu for t in plan.tensors)
+        return plan.nbytes >= OFFLOAD_BYTES or plan.layout.device != _CPU
 
     def copy_in(self, address: int, plan: Plan, stream: int) -> None:
         """Copy every feature to its place; done when it returns."""
-        name = ""
+        layout, tensors = plan.layout, plan.tensors
+        number = 0
         try:
-            for offset, size, feature, source in zip(
-                plan.offsets, plan.sizes, plan.features, plan.tensors, strict=True
-            ):
-                if not size:
-                    continue
-                name = feature.name
-                start = source_address(name, source, size)
+            for number, offset, size in layout.places:
+                source = tensors[number]
+                start = source.data_ptr()
+                if not start or source.nbytes != size:
+                    refuse_source(layout.features[number].name, source, size)
                 if (
                     size < OFFLOAD_BYTES
-                    and source.is_cpu
                     and source.is_contiguous()
+                    and source.is_cpu
                     and not source.is_conj()
                     and not source.is_neg()
                 ):
-                    ctypes.memmove(address + offset, start, size)
+                    memmove(address + offset, start, size)
                 else:
+                    feature = layout.features[number]
                     self._copy(address + offset, size, feature, source.detach())
         except InvalidTensorError:
             raise
         except Exception as error:  # whatever a subclass or a device may raise (inv. 13)
+            name = layout.features[number].name
             raise InvalidTensorError(
                 f"feature {name!r} could not be copied: {error}", feature=name
             ) from error

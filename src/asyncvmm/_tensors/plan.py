@@ -6,7 +6,7 @@ Every refusal happens here, before a slot or a byte is touched, and names the fe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import torch
 
@@ -31,11 +31,16 @@ NAMES: dict[torch.dtype, tuple[str, int]] = {
 
 
 class Layout:
-    """Where features of some shapes lie in a chunk of ``nbytes``; never changed, so shared."""
+    """Where features of some shapes lie in a chunk of ``nbytes``; never changed, so shared.
 
-    __slots__ = ("features", "nbytes", "offsets", "sizes")
+    ``device`` is the one that all sources are on; None if they are on several, or there are none.
+    """
 
-    def __init__(self, features: list[Feature], sizes: list[int]) -> None:
+    __slots__ = ("device", "features", "nbytes", "numbers", "offsets", "places", "sizes")
+
+    def __init__(
+        self, features: list[Feature], sizes: list[int], device: torch.device | None = None
+    ) -> None:
         if not features:
             raise ArgumentError("an owner needs at least one feature; got an empty mapping")
         if len(features) > MAX_FEATURES:
@@ -47,23 +52,29 @@ class Layout:
         self.sizes = sizes
         self.offsets = offsets(sizes)
         self.nbytes = chunk_bytes(sizes)
+        self.device = device
+        self.numbers = {feature.name: number for number, feature in enumerate(features)}
+        self.places = [
+            (number, offset, size)
+            for number, (offset, size) in enumerate(zip(self.offsets, sizes, strict=True))
+            if size
+        ]
+        """(number, offset, bytes) of each feature that has bytes."""
 
 
 class Plan:
     """Features of one owner, laid out, with the tensors to be copied in (none if reserved)."""
 
-    __slots__ = ("features", "nbytes", "offsets", "sizes", "tensors")
+    __slots__ = ("layout", "nbytes", "tensors")
 
     def __init__(self, layout: Layout, tensors: Sequence[Tensor] = ()) -> None:
-        self.features = layout.features
-        self.sizes = layout.sizes
-        self.offsets = layout.offsets
+        self.layout = layout
         self.nbytes = layout.nbytes
         self.tensors = tensors
 
 
 _layouts: dict[tuple[object, ...], Layout] = {}
-"""Layouts by names, dtypes and shapes: a producer sends the same few again and again."""
+"""Layouts by names, dtypes, shapes and devices: a producer sends the same few again and again."""
 
 _LAYOUTS = 512
 """How many are kept; when they are more, all are forgotten, which costs a few microseconds each."""
@@ -75,25 +86,27 @@ def plan_tensors(features: Mapping[str, Tensor]) -> Plan:
         if not isinstance(features, Mapping):
             raise _no_mapping(features)
         features = dict(features)  # looked up once: who knows what comes the second time
-    tensors = tuple(features.values())
+    tensors = (*features.values(),)
+    parts: list[object] = [*features]
     try:
-        key = (*features, *[(tensor.dtype, tensor.shape) for tensor in tensors])
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+                _describe(features)  # names the one
+            parts += (tensor.dtype, tensor.shape, tensor.device)
+        key = (*parts,)
         layout = _layouts.get(key)
-    except (AttributeError, TypeError, RuntimeError):  # no tensor, no text, or no one shape
+    except (TypeError, RuntimeError):  # a name that is no text, or no one shape
         key, layout = (), None
     if layout is None:
-        layout = _describe(features)
-        if len(_layouts) >= _LAYOUTS:
-            _layouts.clear()
-        _layouts[key] = layout
-    for tensor in tensors:
-        if (
-            not isinstance(tensor, torch.Tensor)
-            or tensor.is_meta
-            or tensor.layout is not torch.strided
-        ):
-            _describe(features)  # names the one
+        layout = _remember(key, _describe(features))
     return Plan(layout, tensors)
+
+
+def _remember(key: tuple[object, ...], layout: Layout) -> Layout:
+    if len(_layouts) >= _LAYOUTS:
+        _layouts.clear()
+    _layouts[key] = layout
+    return layout
 
 
 def _describe(features: Mapping[str, Tensor]) -> Layout:
@@ -112,37 +125,49 @@ def _describe(features: Mapping[str, Tensor]) -> Layout:
         shape = tuple(tensor.shape)
         sizes.append(feature_bytes(name, found[0], shape))
         described.append(Feature(name, found[0], shape))
-    return Layout(described, sizes)
+    devices = {tensor.device for tensor in features.values()}
+    return Layout(described, sizes, devices.pop() if len(devices) == 1 else None)
 
 
 def _has_bytes(tensor: Tensor) -> bool:
     return not tensor.is_meta and not tensor.is_nested
 
 
-def source_address(name: str, tensor: Tensor, nbytes: int) -> int:
-    """Return where a tensor's first element lies, at the time of the copy.
+def refuse_source(name: str, tensor: Tensor, nbytes: int) -> NoReturn:
+    """Refuse a tensor that cannot be read at the time of its copy.
 
-    Refuses one that has no memory (a fake tensor, or a storage that was resized to nothing), for
-    reading it would end the process, and one that changed since it was described.
+    One without memory (a fake tensor, or a storage that was resized to nothing) would end the
+    process; one that changed since it was described would be read past its end.
     """
-    address = tensor.data_ptr()
-    if not address:
+    if not tensor.data_ptr():
         raise InvalidTensorError(
             f"feature {name!r} has no memory behind it: a fake tensor, or one whose storage was "
             f"resized to 0 bytes; materialise it first",
             feature=name,
         )
-    if tensor.nbytes != nbytes:
-        raise InvalidTensorError(
-            f"feature {name!r} had {nbytes:,} bytes when it was sent and has {tensor.nbytes:,} "
-            f"now; leave a tensor alone until send() returns",
-            feature=name,
-        )
-    return address
+    raise InvalidTensorError(
+        f"feature {name!r} had {nbytes:,} bytes when it was sent and has {tensor.nbytes:,} "
+        f"now; leave a tensor alone until send() returns",
+        feature=name,
+    )
 
 
 def plan_specs(features: Mapping[str, TensorSpec]) -> Plan:
     """Describe features that the caller will write in place."""
+    key: tuple[object, ...] | None = None
+    try:
+        key = (*features, *[(spec.shape, spec.dtype) for spec in features.values()])
+        layout = _layouts.get(key)
+    except (AttributeError, TypeError):  # no mapping, no spec, or no name
+        layout = None
+    if layout is None:
+        layout = _describe_specs(features)
+        if key is not None:
+            _remember(key, layout)
+    return Plan(layout)
+
+
+def _describe_specs(features: Mapping[str, TensorSpec]) -> Layout:
     described = []
     sizes = []
     for name, spec in _items(features):
@@ -160,7 +185,7 @@ def plan_specs(features: Mapping[str, TensorSpec]) -> Plan:
                 feature=name,
             )
         described.append(Feature(name, dtype, spec.shape))
-    return Plan(Layout(described, sizes))
+    return Layout(described, sizes)
 
 
 def _items(features: Mapping[str, object]) -> list[tuple[str, object]]:

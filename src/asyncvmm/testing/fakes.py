@@ -105,9 +105,10 @@ class HandDrivenExporterRegion(HostExporterRegion):
         """What a consumer must know; it says "cuda", so that both ends take the way of a GPU."""
         return msgspec.structs.replace(super().info, kind="cuda", handle_type="posix")
 
-    def record_ready(self, slot: int, stream: int) -> None:
+    def record_ready(self, slot: int, stream: int) -> bytes:
         """Note the slot's ready event."""
         self._ready[slot] = self.gpu.record("ready", slot, (stream,))
+        return self.ready_handle(slot)
 
     def ready_handle(self, slot: int) -> bytes:
         """Return something that names the event; one that was never recorded is done."""

@@ -1,0 +1,134 @@
+"""Which fences stand for the end of what touched a slot's bytes.
+
+A consumer's release event was recorded behind its wait for the owner's ready event, so it stands
+for both, and the ready event is not asked again: asking two events instead of one costs more than
+everything else here.  It is asked where no such release came, and where the exporter writes from
+more than one stream, because then nothing else keeps a later copy behind an earlier one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from asyncvmm._backends.base import ExporterRegion, Fence
+from asyncvmm._core.ledger import Record
+from asyncvmm._errors import BackendError, RemoteProtocolError
+from asyncvmm._exporter.late import LateFence
+
+logger = logging.getLogger("asyncvmm.exporter")
+
+READY = -1
+"""Stands where a peer's id stands, for the exporter's own ready events."""
+
+Lane: TypeAlias = tuple[int, int]
+"""(peer, lane): fences of one lane finish in the order in which they were recorded."""
+
+
+class Fencing:
+    """The events of one exporter's slots: its own, and those of its consumers."""
+
+    def __init__(self, region: ExporterRegion) -> None:
+        self._region = region
+        self._written: dict[int, int] = {}  # slot -> the stream that wrote it last
+        self._streams: set[int] = set()  # every stream that ever wrote
+        self._late: dict[tuple[int, int], LateFence] = {}  # by (peer, slot); READY for ours
+
+    def prepare(self, slot: int) -> None:
+        """Have a slot's ready event made before its bytes are written."""
+        if slot not in self._written:
+            self._region.ready_handle(slot)
+
+    def record(self, slot: int, stream: int) -> bytes:
+        """Record a slot's ready event on the stream that writes it; return its handle."""
+        handle = self._region.record_ready(slot, stream)
+        if self._written.get(slot) != stream:
+            self._written[slot] = stream
+            self._streams.add(stream)
+        return handle
+
+    def record_end(self, slot: int, stream: int) -> None:
+        """Record the end of the writes to a slot that is given up unpublished.
+
+        Never raises: if the driver refuses, it is asked again, and the slot drains until then.
+        A slot without an event was never written, for that is made before the first write.
+        """
+        if self._region.ready_fence(slot) is None:
+            return
+        try:
+            self.record(slot, stream)
+        except BackendError as error:
+            logger.error("slot %d drains until its event can be recorded: %s", slot, error)
+
+            def recorded() -> Fence | None:
+                self._region.record_ready(slot, stream)
+                return self._region.ready_fence(slot)
+
+            self._late[READY, slot] = LateFence(recorded)
+
+    def open_release(self, peer: int, slot: int, handle: bytes) -> None:
+        """Open a consumer's event; if the driver refuses, its slot drains until it does not."""
+        try:
+            self._region.open_release(peer, slot, handle)
+        except BackendError as error:
+            logger.error(
+                "slot %d drains until the event of consumer %d can be opened: %s", slot, peer, error
+            )
+
+            def opened() -> Fence | None:
+                self._region.open_release(peer, slot, handle)
+                return self._region.release_fence(peer, slot)
+
+            self._late[peer, slot] = LateFence(opened)
+
+    def of(self, record: Record) -> dict[Lane, Fence]:
+        """Return what has to be done before the record's bytes are nobody's."""
+        fences: dict[Lane, Fence] = {}
+        for lane_of in record.released_by:
+            if lane_of[1]:
+                fence = self._release_fence(lane_of[0], record.slot)
+                if fence is not None:
+                    fences[lane_of] = fence
+        if not fences or len(self._streams) > 1:
+            ready = self._late_fence(READY, record.slot) if self._late else None
+            ready = ready or self._region.ready_fence(record.slot)
+            if ready is not None:
+                fences[READY, self._written.get(record.slot, 0)] = ready
+        return fences
+
+    def _release_fence(self, peer: int, slot: int) -> Fence | None:
+        late = self._late_fence(peer, slot) if self._late else None
+        if late is not None:
+            return late
+        try:
+            return self._region.release_fence(peer, slot)
+        except RemoteProtocolError as error:
+            # It says that it read on a stream and never gave the event: its reads are its risk.
+            logger.warning("consumer %d broke the rules: %s", peer, error)
+            return None
+
+    def _late_fence(self, peer: int, slot: int) -> Fence | None:
+        late = self._late.get((peer, slot))
+        if late is not None and late.made:
+            del self._late[peer, slot]
+            return None
+        return late
+
+    def ask(self, fences: Sequence[Fence]) -> list[bool]:
+        """Say of each fence whether it is known to be done; never raises."""
+        try:
+            return self._region.ask(fences)
+        except BackendError as error:
+            logger.warning("fences are left to the watcher: %s", error)
+            return [False] * len(fences)
+
+    def forget(self, peer: int) -> None:
+        """Give back the events of a peer that comes no more."""
+        for key in [key for key in self._late if key[0] == peer]:
+            self._late.pop(key).give_up()
+        try:
+            self._region.forget_peer(peer)
+        except BackendError as error:
+            # The region keeps what it could not give back, for its close.
+            logger.warning("events of consumer %d stay for now: %s", peer, error)
