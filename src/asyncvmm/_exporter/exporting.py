@@ -15,7 +15,7 @@ from asyncvmm._core.routing import To
 from asyncvmm._errors import ArgumentError, ForkError
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
 from asyncvmm._exporter.lending import Lending
-from asyncvmm._exporter.reservation import Terms
+from asyncvmm._exporter.terms import Terms
 from asyncvmm._ticket import PROOF_BYTES, OwnerTicket, Ticket, Tickets, check_owner
 from asyncvmm._ticket_errors import ForeignTicketError
 from asyncvmm._types import Key

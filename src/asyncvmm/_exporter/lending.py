@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -14,9 +13,7 @@ from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.ledger import Record
 from asyncvmm._core.routing import To
-from asyncvmm._core.wire import check_key
 from asyncvmm._errors import (
-    ArgumentError,
     BackendError,
     ClosedError,
     ForkError,
@@ -31,12 +28,11 @@ from asyncvmm._exporter.elastic import Elastic
 from asyncvmm._exporter.explaining import Telling, explain
 from asyncvmm._exporter.fencing import Fencing
 from asyncvmm._exporter.reporting import Counters
-from asyncvmm._exporter.reservation import PLAIN, Terms, pack_metadata
 from asyncvmm._exporter.room import Room
+from asyncvmm._exporter.terms import PLAIN, Terms, make_terms
 from asyncvmm._fds import close_after_fork
-from asyncvmm._groups import AttentionGroup
 from asyncvmm._tensors import DevicePort
-from asyncvmm._types import Group, Key
+from asyncvmm._types import Key
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Layout, Plan, Tensor
@@ -109,19 +105,7 @@ class Lending:
             raise OwnerTooLargeError(nbytes, limit)
         if key is None and metadata is None and to is None and require == "all":
             return PLAIN
-        if key is not None:
-            check_key(key)
-        if to is not None:
-            if not isinstance(to, int | Group | AttentionGroup | Iterable):
-                raise ArgumentError(
-                    f"to={to!r:.80} names no ranks; give a rank, several, or asyncvmm.Group(...)"
-                )
-            if isinstance(to, Iterable):
-                to = tuple(to)
-            self._core.check_narrowing(to)
-        if require not in ("all", "any", "none"):
-            raise ArgumentError(f"require={require!r} is unknown; give 'all', 'any' or 'none'")
-        return Terms(key, pack_metadata(metadata), to, require)
+        return make_terms(self._core, key, metadata, to, require)
 
     async def _breathe(self) -> None:
         """Let the loop turn: who sends in a loop and never has to wait would keep it."""

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from asyncvmm._core.ledger import Record
-from asyncvmm._core.routing import To
-from asyncvmm._core.wire import MESSAGE_LIMIT
-from asyncvmm._errors import ArgumentError, LocalProtocolError, ReleasedError
-from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
-from asyncvmm._types import Key
+from asyncvmm._errors import LocalProtocolError, ReleasedError
+from asyncvmm._exporter.acknowledgement import Acknowledgement
+from asyncvmm._exporter.terms import Terms, pack_metadata
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Layout, Plan, Tensor
@@ -38,37 +36,6 @@ class Lender(Protocol):
     def _abandon(self, record: Record, stream: int) -> None: ...
 
     def _stream(self, stream: object) -> int: ...
-
-
-class Terms(msgspec.Struct, eq=False, frozen=True, gc=False):
-    """Under what name, for whom and with what note an owner is published."""
-
-    key: Key | None = None
-    metadata: bytes = b""
-    to: To = None
-    require: Require = "all"
-    proof: bytes = b""
-    """Of the tickets it is exported by; empty for one that is streamed."""
-
-
-PLAIN = Terms()
-"""The terms of an owner about which nothing was said: most of them."""
-
-
-def pack_metadata(metadata: object) -> bytes:
-    """Encode plain data; refuse what is not plain or too large for a message."""
-    if metadata is None:
-        return b""
-    try:
-        data = msgspec.msgpack.encode(metadata)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ArgumentError(f"metadata must be plain data: {error}") from None
-    if len(data) > MESSAGE_LIMIT // 2:
-        raise ArgumentError(
-            f"metadata takes {len(data):,} bytes, at most {MESSAGE_LIMIT // 2:,} are allowed; "
-            f"send large values as features"
-        )
-    return data
 
 
 class WritableOwner:
