@@ -122,7 +122,9 @@ class Lending:
             if record is not None:
                 return record
         await self._room.turn(nbytes)
-        return self._acquired(nbytes)
+        record = self._core.reserve(nbytes)
+        assert record is not None, "room.turn() promised it and nothing ran in between"
+        return record
 
     def _acquire_nowait(self, nbytes: int) -> Record:
         self._guard()
@@ -133,11 +135,6 @@ class Lending:
                 f"no room for {nbytes:,} bytes now: the largest gap is {gap:,} bytes, {slots} "
                 f"slots are free, {len(self._room)} calls wait already"
             )
-        return record
-
-    def _acquired(self, nbytes: int) -> Record:
-        record = self._core.reserve(nbytes)
-        assert record is not None, "room.turn() promised it and nothing ran in between"
         return record
 
     def _fill(self, record: Record, plan: Plan, terms: Terms, stream: int) -> Acknowledgement:
