@@ -202,7 +202,7 @@ async def test_a_failed_pool_raises_and_names_the_call() -> None:
     async with open_pair(port=FakePort(device)) as pair:
         record = pair.exporter._region.record_ready
 
-        def refuse(slot: int, stream: int) -> None:
+        def refuse(slot: int, stream: int) -> bytes:
             raise asyncvmm.BackendError("no", call="cuEventRecord", code="no")
 
         pair.exporter._region.record_ready = refuse  # type: ignore[method-assign]  # it fails

@@ -52,9 +52,7 @@ class Exporting(Lending):
         ``acknowledgement`` of what is returned is that of ``send``.  Cancelled, it exports
         nothing, and the chunk returns once no copy touches it any more.
         """
-        plan = self._plan_tensors(features)
-        terms = self._terms(plan.nbytes, key, metadata, to, require)
-        terms = msgspec.structs.replace(terms, proof=os.urandom(PROOF_BYTES))
+        plan, terms = self._provable(features, key, metadata, to, require)
         number = self._stream(stream)
         return await self._export(await self._acquire(plan.nbytes), plan, terms, number)
 
@@ -72,9 +70,7 @@ class Exporting(Lending):
 
         It is still awaited, because a large copy leaves the event loop.
         """
-        plan = self._plan_tensors(features)
-        terms = self._terms(plan.nbytes, key, metadata, to, require)
-        terms = msgspec.structs.replace(terms, proof=os.urandom(PROOF_BYTES))
+        plan, terms = self._provable(features, key, metadata, to, require)
         number = self._stream(stream)
         return await self._export(self._acquire_nowait(plan.nbytes), plan, terms, number)
 
@@ -98,8 +94,7 @@ class Exporting(Lending):
             raise ArgumentError(f"{len(keys)} keys were given for {len(owners)} owners")
         plans = []
         for features, key in zip(owners, keys or (None,) * len(owners), strict=True):
-            plans.append(self._terms(self._plan_tensors(features), key, None, to, require))
-            plans[-1][1].proof = os.urandom(PROOF_BYTES)
+            plans.append(self._provable(features, key, None, to, require))
         number = self._stream(stream)
         loans = await self._acquire_all([plan.nbytes for plan, _ in plans])
         exported: list[Exported] = []
@@ -114,15 +109,27 @@ class Exporting(Lending):
             raise
         return exported
 
+    def _provable(
+        self,
+        features: Mapping[str, Tensor],
+        key: Key | None,
+        metadata: object,
+        to: To,
+        require: Require,
+    ) -> tuple[Plan, Terms]:
+        plan = self._plan_tensors(features)
+        terms = self._terms(plan.nbytes, key, metadata, to, require)
+        return plan, msgspec.structs.replace(terms, proof=os.urandom(PROOF_BYTES))
+
     async def _acquire_all(self, sizes: Sequence[int]) -> deque[Record]:
         self._guard()
-        total, most, slots = sum(sizes), self._elastic.limit, len(self._core.slots.states)
+        total, most, slots = sum(sizes), self._elastic.max_pool_bytes, len(self._core.slots.states)
         if total > most or len(sizes) > slots:
             raise ArgumentError(
                 f"{len(sizes)} owners of {total:,} bytes can never be out together: the pool has "
                 f"{slots} slots and at most {most:,} bytes; export fewer at a time"
             )
-        loans = None if len(self._room) else self._reserve_all(sizes)
+        loans = None if self._queue else self._reserve_all(sizes)
         if loans is None:
             # In one piece: whichever gaps the chunks are then taken from, all find room.
             await self._room.turn(total, len(sizes))

@@ -53,7 +53,8 @@ class WritableOwner:
         self._record: Record | None = record
         self._plan = plan
         self._terms = terms
-        self._holder: object = None  # what every view holds, once there is one
+        exporter._prepare(record)
+        self._holder: object = exporter._writable(record)
 
     @property
     def nbytes(self) -> int:
@@ -77,10 +78,8 @@ class WritableOwner:
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the feature as a writable tensor; no payload byte is copied."""
-        record = self._loan()
+        self._loan()
         number = self._plan.layout.numbers[name]
-        if self._holder is None:
-            self._holder = self._exporter._writable(record)
         return self._exporter._view(self._holder, self._plan.layout, number)
 
     def __iter__(self) -> Iterator[str]:
@@ -131,7 +130,6 @@ class Reservation:
         else:
             record = self._exporter._acquire_nowait(nbytes)
         try:
-            self._exporter._prepare(record)
             self._owner = WritableOwner(self._exporter, record, self._plan, self._terms)
         except BaseException:
             self._exporter._abandon(record, self._exporter._stream(None))
