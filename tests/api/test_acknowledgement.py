@@ -17,7 +17,9 @@ from asyncvmm import Acknowledgement, DeliveryError, Outcome
 from asyncvmm._consumer.lease import Lease
 from asyncvmm._core.ledger import BatchRecord, Record
 from asyncvmm._exporter.acknowledgement import Require
+from asyncvmm._io import soon
 from asyncvmm._io.fences import FenceWatcher
+from asyncvmm._io.soon import SoonFences
 from asyncvmm._io.link import Link
 from asyncvmm.testing import FakeDevice, FakePort, open_pair
 from tests.api.books import check_all_back, check_books, passes, until
@@ -87,8 +89,9 @@ async def test_the_waiter_runs_before_anything_scheduled_after_the_last_release(
     assert order == ["arrived", "waiter", "waiter", "scheduled after"]
 
 
+@pytest.mark.parametrize("by", ["loop", "thread"])
 async def test_the_waiter_runs_in_the_turn_in_which_the_last_fence_is_told(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     """With fences the acknowledgement waits for the last of them, and then for nothing else.
 
@@ -97,15 +100,17 @@ async def test_the_waiter_runs_in_the_turn_in_which_the_last_fence_is_told(
     """
     device = FakeDevice(hold_release=True)
     order: list[str] = []
-    on_wake = FenceWatcher._on_wake
+    who, what = (SoonFences, "_turn") if by == "loop" else (FenceWatcher, "_on_wake")
+    tell = getattr(who, what)
 
-    def told(watcher: FenceWatcher) -> None:
-        on_wake(watcher)
+    def told(watcher: object) -> None:
+        tell(watcher)
         if ack.done():
             order.append("told")
             asyncio.get_running_loop().call_soon(order.append, "scheduled after")
 
-    monkeypatch.setattr(FenceWatcher, "_on_wake", told)
+    monkeypatch.setattr(who, what, told)
+    monkeypatch.setattr(soon, "SOON_SECONDS", 3600.0 if by == "loop" else 0.0)
 
     async def wait() -> None:
         await ack

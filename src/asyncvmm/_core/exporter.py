@@ -109,9 +109,8 @@ class ExporterCore(Ticketing):
     ) -> None:
         message = wire.Redeemed(frames[0]) if proof else wire.Deliver(frames)
         data = wire.encode(message)  # the last line that may raise (inv. 13)
-        tally = self.tally
-        tally.batches = number = tally.batches + 1
-        batch = BatchRecord(number, records, data)
+        self.tally.batches += 1
+        batch = BatchRecord(self.tally.batches, records, data)
         for record in records:
             self.slots.move(record.slot, HELD)
             record.batch = batch
@@ -125,9 +124,8 @@ class ExporterCore(Ticketing):
                 record.waiting = ANYBODY
             self._assign()
             return
-        seats = route.seats
         for rank in ranks:
-            peer = seats.get(rank)
+            peer = route.seats.get(rank)
             if peer is not None and peer.state is OPEN:
                 self._deliver(peer, batch)
             else:
