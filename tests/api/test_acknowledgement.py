@@ -19,8 +19,8 @@ from asyncvmm._core.ledger import BatchRecord, Record
 from asyncvmm._exporter.acknowledgement import Require
 from asyncvmm._io import soon
 from asyncvmm._io.fences import FenceWatcher
-from asyncvmm._io.soon import SoonFences
 from asyncvmm._io.link import Link
+from asyncvmm._io.soon import SoonFences
 from asyncvmm.testing import FakeDevice, FakePort, open_pair
 from tests.api.books import check_all_back, check_books, passes, until
 
