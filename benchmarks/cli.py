@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--consumer-device", default="", help="where they are used; the same")
     run.add_argument("--loop", choices=("uvloop", "asyncio", "both"), default="uvloop")
     run.add_argument("--rounds", type=int, default=3)
-    run.add_argument("--seconds", type=float, default=0.25, help="per lane and round")
+    run.add_argument("--seconds", type=float, default=0.2, help="per lane and round")
     run.add_argument("--patience", type=float, default=30.0, help="seconds until a lane is out")
     run.add_argument("--json", type=Path, required=True, help="the result file")
     run.set_defaults(do=_run)

@@ -39,7 +39,7 @@ class Options:
     device: str = "cpu"
     consumer_device: str = ""
     rounds: int = 3
-    seconds: float = 0.25
+    seconds: float = 0.2
     patience: float = PATIENCE
     folder: Path | None = None
     """Where lanes make their folders, if not where temporary files go.  Sockets need it short."""
@@ -166,9 +166,12 @@ class Conductor:
             return
         try:
             do(entrant)
-        except (LaneError, OSError) as error:
-            entrant.failed = str(error)
-            self._progress.note(f"{entrant.name} {workload.name} {entrant.loop}: failed, {error}")
+        except Exception as error:  # whatever a transport raises in this process
+            text = (
+                str(error) if isinstance(error, LaneError) else f"{type(error).__name__}: {error}"
+            )
+            entrant.failed = text
+            self._progress.note(f"{entrant.name} {workload.name} {entrant.loop}: failed, {text}")
             if entrant.lane is not None:
                 entrant.lane.__exit__()
                 entrant.lane = None

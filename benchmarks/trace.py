@@ -86,13 +86,30 @@ async def _handoffs(device: str, consumer_device: str) -> dict[str, Any]:
             for _ in range(_WARM_UP):
                 await (await exporter.send({"x": source}))
             calls.counting = True
-            for turn in range(HANDOFFS):
-                metadata = "count" if not turn else "last" if turn == HANDOFFS - 1 else None
-                await (await exporter.send({"x": source}, metadata=metadata))
+            with _profile() as profile:
+                for turn in range(HANDOFFS):
+                    metadata = "count" if not turn else "last" if turn == HANDOFFS - 1 else None
+                    await (await exporter.send({"x": source}, metadata=metadata))
             calls.counting = False
         theirs_counted = await asyncio.to_thread(ours.recv)
         await asyncio.to_thread(process.join)
-    return {"exporter": calls.per_handoff(), "consumer": theirs_counted}
+    # The profiler itself synchronises the device once, at its end.
+    runtime = {
+        event.key: event.count / HANDOFFS
+        for event in profile.key_averages()
+        if event.key.startswith("cu") or "Synchronize" in event.key
+    }
+    return {
+        "exporter": calls.per_handoff(),
+        "exporter_torch_runtime": runtime,
+        "consumer": theirs_counted,
+    }
+
+
+def _profile() -> torch.profiler.profile:
+    """See what torch asks of the runtime, which does not go through the bindings."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    return torch.profiler.profile(activities=activities)
 
 
 async def _watcher(device: str) -> dict[str, float]:

@@ -47,7 +47,7 @@ def reuse(lane: Lane, workload: Workload, seconds: float) -> Numbers:
     seen = lane.seen()
     numbers = _numbers(lane, report, seen)
     stamps = seen[0]["stamps"]
-    waits = [woke - told for woke, told in zip(report.flow.settled, stamps, strict=True)]
+    waits = [woke - told for woke, told in zip(report.flow.settled, stamps, strict=False)]
     return numbers | latency_fields(waits) | {"wrong": wrong}
 
 
