@@ -1,0 +1,272 @@
+"""The one thread of a process that runs an event loop for code that has none.
+
+Work goes there and its outcome stays with it: only "it is over" comes back.  So whoever stops
+waiting, out of time or interrupted, cancels the work, learns how it ended, and nothing that was
+done meanwhile is lost (inv. 9).  anyio's BlockingPortal is not used for this: a call through it
+takes two wake-ups each way, three to four times as long, and a value that comes while its waiter
+gives up is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+
+from asyncvmm._errors import ArgumentError, ClosedError, LocalProtocolError
+from asyncvmm._fds import close_after_fork
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = logging.getLogger("asyncvmm.blocking")
+
+EXIT_SECONDS = 1.0
+"""How long what is still open may take to leave in order when the interpreter exits."""
+
+
+class Opened(Protocol):
+    """What stands on the thread and is to be told of its end."""
+
+    async def leave(self) -> None:
+        """Leave in order but without waiting for others: the interpreter exits."""
+
+    def forked(self) -> None:
+        """Be of no use from now on: this is a forked child's copy."""
+
+
+class _Call(Generic[T]):
+    """Work that a thread has the loop do, and waits for."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._work = work
+        self._task: asyncio.Task[T] | None = None
+        self._unwanted = False
+        self.over = threading.Event()
+
+    def begin(self) -> None:
+        """Begin, on the loop, unless it was cancelled before."""
+        if self._unwanted:
+            self.over.set()
+            return
+        self._task = asyncio.get_running_loop().create_task(self._do())
+        self._task.add_done_callback(lambda _: self.over.set())
+
+    async def _do(self) -> T:
+        return await self._work()
+
+    def cancel(self) -> None:
+        """Cancel it, on the loop; what it can do without waiting is done before that."""
+        self._unwanted = True
+        if self._task is not None:
+            asyncio.get_running_loop().call_soon(self._task.cancel)
+        else:
+            self.over.set()
+
+    def outcome(self, *, late: str) -> T:
+        """Return or raise what came of it; TimeoutError with the text ``late`` if it was too late.
+
+        What came of it in the last moment counts, not that the time was up.
+        """
+        if self._task is None or self._task.cancelled():
+            if late:
+                raise TimeoutError(late)
+            raise ClosedError("it was closed in another thread meanwhile")
+        return self._task.result()
+
+
+class LoopThread:
+    """A daemon thread with an event loop, for as long as somebody uses it."""
+
+    def __init__(self) -> None:
+        self.opened: set[Opened] = set()
+        self.users = 0
+        self.forked = False
+        self.made_in = os.getpid()
+        self._started: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(target=self._serve, name="asyncvmm-blocking", daemon=True)
+        self._thread.start()
+        self._loop = self._started.result()
+        close_after_fork(self)
+
+    def _serve(self) -> None:
+        _here.is_loop = True
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(self._live())
+
+    async def _live(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(_Executor(thread_name_prefix="asyncvmm-blocking"))
+        self._stopped = asyncio.Event()
+        self._started.set_result(loop)
+        await self._stopped.wait()
+
+    def run(
+        self,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        timeout: float | None = None,
+        waits_for: str = "the event loop",
+    ) -> T:
+        """Have ``work()`` awaited on the loop and return its value, or raise its error.
+
+        After ``timeout`` seconds it is cancelled and TimeoutError raised; likewise if the waiting
+        thread is interrupted.  In both cases it has ended when this returns.
+        """
+        _refuse_on_loop()
+        limit = seconds(timeout)
+        call = _Call(work)
+        with self._used():
+            late = ""
+            try:
+                self._loop.call_soon_threadsafe(call.begin)
+                if not call.over.wait(limit):
+                    late = f"waited {timeout} s for {waits_for}"
+                    self._end(call)
+            except BaseException:
+                self._end(call)
+                raise
+            return call.outcome(late=late)
+
+    def _end(self, call: _Call[Any]) -> None:
+        self._loop.call_soon_threadsafe(call.cancel)
+        call.over.wait()
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Keep the loop running for a call, whatever is closed meanwhile."""
+        with _shared.lock:
+            if not self.users:
+                raise ClosedError("it was closed, and the thread of its loop has ended")
+            self.users += 1
+        try:
+            yield
+        finally:
+            let_go(self)
+
+    def stop(self) -> None:
+        """End the loop and its thread."""
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join()
+
+    async def leave_all(self) -> None:
+        """Have everything that is still open leave, as far as it does within the time."""
+        await asyncio.gather(*map(_leave, self.opened))
+
+    def close(self) -> None:
+        """Mark a forked child's copy: its thread is not there."""
+        self.forked = True
+        for each in self.opened:
+            each.forked()
+
+
+async def _leave(opened: Opened) -> None:
+    try:
+        async with asyncio.timeout(EXIT_SECONDS):
+            await opened.leave()
+    except Exception as error:
+        logger.warning("%r did not leave in order when the interpreter exited: %r", opened, error)
+
+
+_here = threading.local()
+
+
+def _refuse_on_loop() -> None:
+    if getattr(_here, "is_loop", False):
+        raise LocalProtocolError(
+            "this was called in the thread of asyncvmm's own loop, by a destructor perhaps, and "
+            "would wait for itself; call it in a thread of yours"
+        )
+
+
+class _Executor(ThreadPoolExecutor):
+    """Threads for the loop's slow calls, which must also be made while the interpreter exits."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Have it done in a thread, or at once when executors take no work any more."""
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:
+            done: Future[T] = Future()
+            try:
+                done.set_result(fn(*args, **kwargs))
+            except Exception as error:
+                done.set_exception(error)
+            return done
+
+
+class _Shared:
+    """The thread that all share, if there is one."""
+
+    def __init__(self) -> None:
+        # Re-entrant: a destructor may close something inside another's critical section.
+        self.lock = threading.RLock()
+        self.thread: LoopThread | None = None
+
+
+_shared = _Shared()
+
+
+def take() -> LoopThread:
+    """Return the process's loop thread, to be let go of once; the first starts it."""
+    _refuse_on_loop()
+    with _shared.lock:
+        if _shared.thread is None:
+            _shared.thread = LoopThread()
+        _shared.thread.users += 1
+        return _shared.thread
+
+
+def let_go(thread: LoopThread) -> None:
+    """Use the thread no more; the last ends it."""
+    with _shared.lock:
+        thread.users -= 1
+        if not thread.users:
+            if _shared.thread is thread:
+                _shared.thread = None
+            thread.stop()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Leave in order what is still open when the interpreter exits, without hanging.
+
+    By now every thread that the interpreter waits for has ended.
+    """
+    thread = _shared.thread
+    if thread is not None:
+        thread.run(thread.leave_all)
+        _shared.thread = None
+        thread.stop()
+
+
+def _after_fork_in_child() -> None:
+    global _shared
+    _shared = _Shared()  # the lock may have been held, and the thread is not here
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+def seconds(timeout: object) -> float | None:
+    """Check a timeout and return one that the interpreter can wait for."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+        raise ArgumentError(
+            f"timeout={timeout!r} is no time; give seconds of 0 or more, or None for no limit"
+        )
+    return min(timeout, threading.TIMEOUT_MAX)
