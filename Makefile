@@ -36,7 +36,7 @@ bench: $(STAMP)  ## Compare transports for some minutes, and write a report: ARG
 gpu: $(STAMP)  ## Run the tests that need a CUDA device.
 	@$(BIN)/pytest -m gpu $(ARGS)
 
-soak: $(STAMP)  ## Stream, kill, cancel and fuzz for some minutes: ARGS="--minutes 5 --report OUT.json".
+soak: $(STAMP)  ## Stream, kill, cancel and fuzz for minutes or hours: ARGS="--kills 500 --report OUT.json".
 	@$(BIN)/python -m tests.soak $(ARGS)
 
 fuzz: $(STAMP)  ## Send rubbish to both ends for as long as asked (ARGS=--help says how).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import os
@@ -57,7 +58,7 @@ async def recall(here: Here) -> int:
 
 
 @pytest.mark.slow
-async def test_the_example_of_the_docstring_works(
+def test_the_example_of_the_docstring_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a server of its own, and functions of a module that only the test's path has.
@@ -72,7 +73,7 @@ async def test_the_example_of_the_docstring_works(
     theirs = importlib.import_module("their_test")
     try:
         (test,) = (each for name, each in inspect.getmembers(theirs) if name.startswith("test_"))
-        await test()
+        asyncio.run(test())
     finally:
         del sys.modules["their_test"]
 

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +170,7 @@ async def soak(options: argparse.Namespace, console: Console) -> Report:
     return report
 
 
-def options() -> argparse.Namespace:
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak",
@@ -184,12 +184,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--loop", choices=LOOPS, default="asyncio")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     parser.add_argument("--report", type=Path, help="where to write all numbers as JSON")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run, report; return the exit status."""
-    chosen, console = options(), Console()
+    chosen, console = options(arguments), Console()
     with asyncio.Runner(loop_factory=LOOPS[chosen.loop]) as runner:
         report = runner.run(soak(chosen, console))
     report.show(console)
