@@ -233,11 +233,14 @@ async def test_a_consumer_that_does_not_read_its_socket_holds_no_more_than_the_s
         loop, link = asyncio.get_running_loop(), pair.consumer._link
         loop.remove_reader(link._fd)
         sent = 0
+        sources: list[weakref.ref[torch.Tensor]] = []
 
         async def produce() -> None:
             nonlocal sent
             while True:
-                await pair.exporter.send(chunk(1), metadata="m" * 30_000)
+                data = chunk(1)
+                sources.append(weakref.ref(data["x"]))
+                await pair.exporter.send(data, metadata="m" * 30_000)
                 sent += 1
 
         producer = asyncio.create_task(produce())
@@ -247,6 +250,7 @@ async def test_a_consumer_that_does_not_read_its_socket_holds_no_more_than_the_s
         stats = check_books(pair.exporter)
         assert stats.slots.held == 8
         assert 0 < stats.consumers[0].queued <= 8
+        assert [source() is None for source in sources] == [True] * 8 + [False]
         loop.add_reader(link._fd, link._on_readable)
         for _ in range(20):
             (await pair.consumer.receive()).release()

@@ -75,7 +75,10 @@ def test_strict_accounting_counts_what_is_promised(machine: Machine) -> None:
 
 @pytest.mark.parametrize("tight", ["a/b/c", "a/b", "a", ""])
 def test_every_group_up_to_the_root_counts(machine: Machine, tight: str) -> None:
-    """Planted bug: only the process's own group is looked at, or the root is left out."""
+    """Planted bug: only the process's own group is looked at, or the root is left out.
+
+    Field report 55.
+    """
     machine.mount("/", "cgroup2", "rw")
     machine.member("0::/a/b/c")
     for path in ("a/b/c", "a/b", "a", ""):
@@ -146,7 +149,7 @@ def test_what_cannot_be_read_does_not_count(machine: Machine) -> None:
 
 
 def test_the_last_byte_fits_and_one_more_does_not(machine: Machine) -> None:
-    """Planted bug: the comparison is off by one."""
+    """Planted bug: the comparison is off by one (field report 55)."""
     check_room(1_024_000_000, machine.proc)
     with pytest.raises(PoolMemoryError) as caught:
         check_room(1_024_000_001, machine.proc)
