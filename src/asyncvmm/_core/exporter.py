@@ -286,11 +286,6 @@ class ExporterCore(Ticketing):
         self._goodbye = wire.encode(wire.Goodbye(reason=wire.clip(reason)))
         self._assign()
 
-    def dismiss(self, peer: Peer) -> None:
-        """Tell a peer that was welcomed, and will not be opened any more, that nothing comes."""
-        if peer.state is CONNECTING:
-            self._tell(peer)
-
     def give_up_waiting(self) -> None:
         """Settle what waits for members that never attached or redeemed, as refused."""
         self._give_up_tickets()

@@ -150,9 +150,7 @@ class Connections:
         self._spawn(conn, self._hang_up(conn))
 
     async def _hang_up(self, conn: Connection) -> None:
-        if conn.peer is not None and conn.segments:  # it was welcomed, and may still be mapping
-            self._core.dismiss(conn.peer)
-            self._pump()
+        self.handshake.dismiss(conn)
         await conn.link.finish(HANG_UP_SECONDS)
         self._forget(conn)
 
@@ -278,8 +276,7 @@ class Connections:
     async def finish(self) -> None:
         """Send every last word, let peers hang up, close every socket."""
         self.handshake.observers.close()
-        conns = [*self.open.values(), *self._greeting]
-        await asyncio.gather(*(self._hang_up(conn) for conn in conns))
+        await asyncio.gather(*map(self._hang_up, [*self.open.values(), *self._greeting]))
         if self._tasks:
             await asyncio.wait(self._tasks)
 

@@ -160,6 +160,14 @@ class Handshake:
         self._core.open(peer)
         self._opened(conn)
 
+    def dismiss(self, conn: Connection) -> None:
+        """Tell a consumer that was welcomed, and may still be mapping, that nothing comes."""
+        peer = conn.peer
+        if peer is not None and peer.state is PeerState.CONNECTING and conn.segments:
+            if not peer.told:
+                conn.link.post(wire.encode(wire.Goodbye()))
+            peer.told = True
+
     def _missing(self, conn: Connection) -> list[SegmentInfo]:
         return [
             segment
