@@ -142,8 +142,8 @@ def _targets(options: argparse.Namespace) -> int:
 
 
 def _show(verdicts: list[Verdict]) -> None:
-    rows = [(v.about, v.needed, v.seen, v.word) for v in verdicts]
-    show("targets", ("target", "needed", "seen", "verdict"), rows, 4)
+    rows = [(v.word, v.about, v.needed, v.seen) for v in verdicts]
+    show("targets", ("verdict", "target", "needed", "seen"), rows, 4)
 
 
 def _trace(options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], left: i
         return
     table = Table(title=escape(title), title_justify="left")
     for at, name in enumerate(head):
-        table.add_column(name, justify="left" if at < left else "right", no_wrap=at < left)
+        table.add_column(name, justify="left" if at < left else "right", no_wrap=not at)
     for row in rows:
         table.add_row(*map(escape, row))
     Console(width=None if sys.stdout.isatty() else 160).print(table)

@@ -163,6 +163,9 @@ def _compare(
     seen = (
         f"{middle:.3g} ({min(found):.3g}-{max(found):.3g}): {ours[name]:,.4g} / {base[name]:,.4g}"
     )
+    depths = ours.get("depth"), base.get("depth")
+    if ours["workload"] != base["workload"] and depths[0] != depths[1]:
+        seen += f", {depths[0]} / {depths[1]} in flight"
     return Verdict(about, needed, seen, _word(met))
 
 
