@@ -185,8 +185,9 @@ async def test_tickets_that_nobody_redeems_are_named() -> None:
         async with open_pair(slots=SLOTS, route=route) as pair:
             exported = await pair.exporter.export(data(), key="k")
             obstacle = only(pair.exporter)
-            assert (obstacle.kind, obstacle.who, obstacle.oldest) == ("unredeemed", who, "k")
-            assert f"{who} has yet to redeem the ticket of 1 owner" in str(obstacle)
+            assert (obstacle.kind, obstacle.oldest) == ("unredeemed", "k")
+            assert obstacle.who.startswith(who)
+            assert f"{obstacle.who} has yet to redeem the ticket of 1 owner" in str(obstacle)
             assert pair.exporter.cancel(exported["x"])
 
 

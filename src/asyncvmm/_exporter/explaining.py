@@ -227,9 +227,17 @@ def _keepers(exporter: Exporter, record: Record) -> Iterator[Keeper]:
         peer = core.peers[holder]
         yield _how(peer, record), peer.member, peer.id
     for member in sorted(record.waiting, key=str):
-        anyone = member == ANYONE
-        kind: Kind = "unclaimed" if anyone else "unattached"
-        yield "unredeemed" if record.exported else kind, None if anyone else member, GONE
+        yield _awaited(exporter, record, member)
+
+
+def _awaited(exporter: Exporter, record: Record, member: Key) -> Keeper:
+    """Return as what an owner waits for a member that does not hold it."""
+    if not record.exported:
+        return ("unclaimed", None, GONE) if member == ANYONE else ("unattached", member, GONE)
+    for peer in exporter._core.peers.values():
+        if peer.member == member and peer.expected.get(record.slot) is record:
+            return "quarantined" if peer.absent else "unredeemed", member, peer.id
+    return "unredeemed", None if member == ANYONE else member, GONE
 
 
 def _pid(exporter: Exporter, peer_id: int) -> int:

@@ -1,0 +1,1 @@
+"""Adapters to other systems; each module needs the package of the system it adapts to."""

@@ -1,0 +1,278 @@
+"""The Prometheus collector: the same numbers as ``statistics()``, from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncvmm
+from asyncvmm.testing import open_pair
+from tests.process import steps
+from tests.process.conftest import folder, nursery, peers
+from tests.process.harness import Peers, until
+from tests.process.patterns import features, note
+
+prometheus_client = pytest.importorskip("prometheus_client", reason="needs asyncvmm[metrics]")
+
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402 - see above
+
+from asyncvmm.integrations import prometheus  # noqa: E402 - see above
+from asyncvmm.integrations.metric_names import CONSUMER, METRICS, POOL  # noqa: E402 - see above
+from asyncvmm.integrations.prometheus import ExporterMetrics  # noqa: E402 - see above
+
+__all__ = ["folder", "nursery", "peers"]
+
+ROOT = Path(__file__).parent.parent.parent
+DATA = {"x": torch.arange(10)}
+Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(metrics: ExporterMetrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Have it scraped as a server would; return every sample, and fail on a doubled one."""
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(metrics)
+    text = prometheus_client.generate_latest(registry).decode()
+    found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = sample.name, frozenset(sample.labels.items())
+            assert key not in found, key
+            found[key] = sample.value
+    return found
+
+
+def agrees(samples: Samples, exporter: asyncvmm.Exporter) -> None:
+    """Check every sample against what the exporter says itself at this moment."""
+    statistics = exporter.statistics()
+
+    def of(name: str, **labels: str) -> float:
+        return samples[name, frozenset({"exporter": exporter.name, **labels}.items())]
+
+    assert of("asyncvmm_up") == 1
+    for name, field in POOL.items():
+        value = getattr(statistics, field)
+        if isinstance(value, asyncvmm.Latencies):
+            assert of(f"{name}_count") == of(f"{name}_bucket", le="+Inf") == value.count
+            assert of(f"{name}_sum") == pytest.approx(value.total)
+        elif field != "oldest_wait":
+            assert of(name) == value, name
+    for state in ("free", "filling", "held", "draining", "quarantined"):
+        assert of("asyncvmm_slots", state=state) == getattr(statistics.slots, state)
+    for consumer in statistics.consumers:
+        for name, field in CONSUMER.items():
+            if field != "oldest":
+                whose = of(name, consumer=str(consumer.member))
+                assert whose == getattr(consumer, field), name
+
+
+async def test_every_number_is_that_of_the_statistics() -> None:
+    """Kills: a counter that shows another one's field, and a histogram that is not cumulative."""
+    async with open_pair(consumers=2, slots=4) as pair:
+        exporter = pair.exporter
+        metrics = ExporterMetrics(exporter)
+        agrees(scrape(metrics), exporter)
+        for number in range(3):
+            ack = await exporter.send({"x": torch.zeros(100)}, key=number, require="none")
+            batches = [await each.receive() for each in pair.consumers]
+            agrees(scrape(metrics), exporter)
+            for batch in batches:
+                batch.release()
+            await ack
+        await exporter.send({"x": torch.zeros(7)}, key="held", to=0)
+        held = await pair.consumer.receive()
+        samples = scrape(metrics)
+        agrees(samples, exporter)
+        buckets = sorted(
+            (float(dict(labels)["le"]), value)
+            for (name, labels), value in samples.items()
+            if name == "asyncvmm_handoff_seconds_bucket"
+        )
+        values = [value for _, value in buckets]
+        assert len(values) == 32
+        assert values == sorted(values)
+        assert values[-1] == 3
+        assert {name for name, _ in samples} == {
+            each
+            for name, (kind, _, _) in METRICS.items()
+            for each in (
+                [f"{name}_bucket", f"{name}_sum", f"{name}_count"]
+                if kind == "histogram"
+                else [name]
+            )
+        }
+        held.release()
+
+
+async def test_a_scrape_may_come_from_any_thread_while_owners_flow() -> None:
+    """Kills: statistics that are put together beside the loop that changes them."""
+    threads = set()
+    async with open_pair(slots=4) as pair:
+        exporter, consumer = pair.exporter, pair.consumer
+        report = exporter.statistics
+
+        def noted() -> asyncvmm.PoolStatistics:
+            threads.add(threading.get_ident())
+            return report()
+
+        exporter.statistics = noted  # type: ignore[method-assign]  # to see who asks
+        metrics = ExporterMetrics(exporter)
+        loop = asyncio.get_running_loop()
+        scraping = loop.run_in_executor(None, lambda: [scrape(metrics) for _ in range(20)])
+        while not scraping.done():
+            ack = await exporter.send(DATA)
+            (await consumer.receive()).release()
+            await ack
+        published = [
+            samples["asyncvmm_owners_published_total", frozenset({("exporter", exporter.name)})]
+            for samples in await scraping
+        ]
+        assert published == sorted(published)
+        assert threads == {threading.get_ident()}
+
+
+async def test_a_loop_that_stands_still_and_an_exporter_that_is_closed_are_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kills: a scrape that hangs with the loop, and one that dies with an exporter."""
+    monkeypatch.setattr(prometheus, "SCRAPE_SECONDS", 0.05)
+    async with open_pair() as pair, open_pair() as other:
+        metrics = ExporterMetrics(pair.exporter, other.exporter)
+        found: list[Samples] = []
+        thread = threading.Thread(target=lambda: found.append(scrape(metrics)))
+        thread.start()
+        thread.join()  # the loop stands still for as long as it is scraped
+        (samples,) = found
+        assert {name for name, _ in samples} == {"asyncvmm_up"}
+        assert set(samples.values()) == {0.0}
+    assert set(scrape(metrics).values()) == {0.0}
+    metrics.discard(pair.exporter)
+    metrics.discard(other.exporter)
+    metrics.discard(other.exporter)
+    assert scrape(metrics) == {}
+
+
+async def test_registering_scrapes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_pair() as pair:
+        monkeypatch.setattr(prometheus, "_ask", lambda *_: pytest.fail("it was asked"))
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(ExporterMetrics(pair.exporter))
+        with pytest.raises(ValueError, match="Duplicated"):
+            registry.register(ExporterMetrics(pair.exporter))
+
+
+async def test_a_quarantined_rank_and_its_successor_are_one_sample(peers: Peers) -> None:
+    """Kills: two samples of one name and one set of labels, which Prometheus refuses."""
+    async with asyncvmm.open_exporter(
+        "pool", device="cpu", slots=4, pool_bytes="64KiB"
+    ) as exporter:
+        first, second = peers.start(), peers.start()
+        await first.call(steps.connect, "pool", 0)
+        await exporter.send(features(0, 0, 99), key=0, metadata=note(0, 0, 99), require="none")
+        await first.call(steps.take, 1)
+        await first.call(steps.close_socket)
+        await until(lambda: exporter.statistics().slots.quarantined == 1)
+        await second.call(steps.connect, "pool", 0)
+        await exporter.send(features(1, 0, 99), key=1, metadata=note(1, 0, 99), require="none")
+        samples = scrape(ExporterMetrics(exporter))
+        labels = frozenset({("exporter", "pool"), ("consumer", "0")})
+        assert samples["asyncvmm_consumer_holding", labels] == 2
+        assert samples["asyncvmm_consumer_quarantined", labels] == 1
+        infos = [dict(labels) for name, labels in samples if name == "asyncvmm_consumer_info"]
+        assert {int(info["pid"]) for info in infos} == {first.pid, second.pid}
+        await first.killed()
+        await second.call(steps.drop, 1)
+
+
+@pytest.mark.slow
+async def test_metrics_and_snapshots_during_the_demo_agree_with_statistics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At each of its acknowledgements, all three ways of looking say the same."""
+    from asyncvmm._exporter.observing import snapshot
+    from asyncvmm.cli.demo import exporter_side, images, model
+    from asyncvmm.cli.demo.plan import Plan
+    from asyncvmm.cli.loops import LoopChoice
+
+    opened: list[Any] = []
+    enter = asyncvmm.open_exporter.__aenter__
+
+    async def noted(self: Any) -> Any:
+        exporter = await enter(self)
+        opened.append((exporter, ExporterMetrics(exporter)))
+        return exporter
+
+    monkeypatch.setattr(asyncvmm.open_exporter, "__aenter__", noted)
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        exporter, metrics = opened[0]
+        agrees(scrape(metrics), exporter)
+        pool, statistics = snapshot(exporter).pool, exporter.statistics()
+        for name in ("published", "acknowledged", "used_bytes", "waiting", "waits", "copies"):
+            assert getattr(pool, name) == getattr(statistics, name)
+        assert pool.slots.free == statistics.slots.free
+        looks += 1
+
+    plan = Plan(
+        "@asyncvmm-metrics-demo", "cpu", ("cpu",), "broadcast", 6, None, False, LoopChoice.AUTO
+    )
+    streamer = exporter_side.Streamer(plan, images.Frames(), model.build_encoder("cpu"), look)
+    streamed = await streamer.run()
+    assert looks == 6
+    assert streamed.statistics is not None
+    assert streamed.statistics.acknowledged == 6
+
+
+# -- what is written down ------------------------------------------------------------------------
+
+
+def test_the_page_lists_exactly_the_metrics_there_are() -> None:
+    """Kills: a metric that is renamed or added in silence."""
+    rows = re.findall(
+        r"^\| `(asyncvmm_\w+)` \| (\w+) \| (.*?) \| (.*?) \|$",
+        (ROOT / "docs/metrics.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    listed = {
+        name: (kind, text, tuple(re.findall(r"`(\w+)`", labels)))
+        for name, kind, labels, text in rows
+    }
+    assert listed == METRICS
+
+
+def test_the_dashboard_asks_only_for_metrics_and_labels_there_are() -> None:
+    """Kills: a panel that stays empty because of a name that nobody has."""
+    board = json.loads((ROOT / "docs/grafana/asyncvmm.json").read_text(encoding="utf-8"))
+    asked = set()
+    for panel in board["panels"]:
+        assert panel["targets"], panel["title"]
+        for target in panel["targets"]:
+            names = re.findall(r"asyncvmm_\w+", target["expr"])
+            assert names, target
+            labels: set[str] = set()
+            for name in names:
+                plain = re.sub(r"_(bucket|sum|count)$", "", name)
+                found = plain if METRICS.get(plain, ("",))[0] == "histogram" else name
+                assert found in METRICS, name
+                labels |= {*METRICS[found][2], "le"}
+                asked.add(found)
+            used = re.findall(r"{{(\w+)}}", target["legendFormat"])
+            used += re.findall(r"(\w+)=~?\"", target["expr"])
+            for group in re.findall(r"by \(([^)]*)\)", target["expr"]):
+                used += [each.strip() for each in group.split(",")]
+            assert set(used) <= labels, target
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    assert {
+        "asyncvmm_slots",
+        "asyncvmm_handoff_seconds",
+        "asyncvmm_consumer_oldest_seconds",
+    } <= asked
