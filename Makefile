@@ -5,6 +5,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RUNTIME := $(VENV)/.runtime
 
 # The first interpreter on PATH that is new enough; `make PYTHON=/path/to/python3.12 ...` overrides.
 NEW_ENOUGH := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
@@ -16,7 +17,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python;
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
 
-demo: $(STAMP)  ## Stream features of a small vision transformer to two processes, and check them.
+demo: $(RUNTIME)  ## Stream features of a small vision transformer to two processes, and check them.
 	@$(BIN)/asyncvmm demo $(ARGS)
 
 test: check  ## Run formatting, lint, types, import contracts and all tests.
@@ -70,7 +71,13 @@ $(BIN)/python:
 	@echo "Making $(VENV) with $$("$(PYTHON)" --version)"
 	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(STAMP): $(BIN)/python pyproject.toml constraints.txt
+# What a visitor needs to see it run; the tools of `make test` take longer to install.
+$(RUNTIME): $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing asyncvmm into $(VENV) (the first time takes some minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(STAMP): $(RUNTIME)
 	@echo "Installing asyncvmm and its tools into $(VENV) (the first time takes some minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints.txt -e '.[dev]'

@@ -71,6 +71,7 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
         self._segments = Segments(core, region)
         self._leases = Leases(core, region, port, self._pump, self._loop)
         self._waiters: deque[asyncio.Future[None]] = deque()
+        self._leases.pinned.waits = lambda: bool(self._waiters)
         self._on_news: Callable[[], None] = lambda: None  # receive_nowait may say something new
         self._lost: AsyncVMMError | None = None
         self._unread_lost = 0

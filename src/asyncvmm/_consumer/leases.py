@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from asyncvmm._backends.base import ConsumerRegion
 from asyncvmm._consumer.lease import Lease
+from asyncvmm._consumer.pinned import Pinned
 from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._core.layout import feature_bytes, offsets
 from asyncvmm._core.ledger import PeerState
@@ -56,6 +57,7 @@ class Leases:
         self._due = False  # a sweep of the queue is scheduled
         self._lingering: Callable[[Lease], None] | None = None
         self._lanes: dict[tuple[int, ...], int] = {}
+        self.pinned = Pinned(self.live, loop)
         self._unopened: dict[int, bytes] = {}  # ready events that the driver refused, by slot
 
     def lease(self, frames: Sequence[OwnerFrame]) -> list[Lease]:
@@ -148,12 +150,15 @@ class Leases:
         """Its user is done with it."""
         if stream is not None:
             self.record_stream(lease, stream)
-        if lease.say_done():
-            if threading.get_ident() == self._thread and self._lingering is None:
-                self._settle(lease)
-                self._pump()
-            else:
-                self.settle_later(lease)
+        here = threading.get_ident() == self._thread and self._lingering is None
+        if not lease.say_done():
+            if here:
+                self.pinned.note()
+        elif here:
+            self._settle(lease)
+            self._pump()
+        else:
+            self.settle_later(lease)
 
     def put_back(self, lease: Lease) -> None:
         """Have the exporter take back an owner that a ticket was redeemed for, as unread."""
@@ -249,6 +254,7 @@ class Leases:
 
     def finish(self) -> list[Lease]:
         """Settle everything that no view needs; return what views still hold."""
+        self.pinned.close()
         self._sweep()
         for lease in list(self.live.values()):
             if not lease.said and not lease.opened:
