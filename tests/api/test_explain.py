@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import asyncvmm
-from asyncvmm import Explanation, Obstacle
+from asyncvmm import Explanation, Obstacle, _logs
 from asyncvmm._errors import BackendError
 from asyncvmm._exporter import explaining
 from asyncvmm._exporter.room import Room
@@ -289,7 +289,7 @@ async def test_a_cause_is_told_again_after_it_was_not_seen_for_long(
 ) -> None:
     """Kills: an exporter that is silent the second night because it spoke the first."""
     now = 1000.0
-    monkeypatch.setattr(explaining, "monotonic", lambda: now)
+    monkeypatch.setattr(_logs, "monotonic", lambda: now)
     async with open_pair(slots=1, explain_after=math.inf) as pair:
         telling = explaining.Telling("x", pair.exporter.explain)
         for at in (0, 59, 118, 178, 238.1):

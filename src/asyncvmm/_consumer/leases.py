@@ -23,13 +23,14 @@ from asyncvmm._core.layout import feature_bytes, offsets
 from asyncvmm._core.ledger import PeerState
 from asyncvmm._core.wire import OwnerFrame
 from asyncvmm._errors import BackendError, PeerLostError, ReleasedError
+from asyncvmm._logs import Once, kind_of
 from asyncvmm._tensors import DevicePort
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.local import KeptCopy
     from asyncvmm._tensors.plan import Tensor
 
-logger = logging.getLogger("asyncvmm.consumer")
+once = Once(logging.getLogger("asyncvmm.consumer"))
 
 AGAIN_SECONDS = 0.02
 """After how long a release is tried again whose event the driver refused to record."""
@@ -131,7 +132,9 @@ class Leases:
         try:
             self._region.open_ready(slot, handle)
         except BackendError as error:
-            logger.warning("the event of slot %d is opened when it is needed: %s", slot, error)
+            once.warning(
+                kind_of(error), "the event of slot %d is opened when needed: %s", slot, error
+            )
             self._unopened[slot] = handle
 
     def _open_again(self, slot: int) -> None:
@@ -233,7 +236,7 @@ class Leases:
 
     def _put_off(self, lease: Lease, error: BackendError) -> None:
         """Try again soon: without its event a release frees bytes that may be read (inv. 4)."""
-        logger.warning("owner %r is released later: %s", lease.frame.key, error)
+        once.warning(kind_of(error), "owner %r is released later: %s", lease.frame.key, error)
         self._queue.append(lease)
         if not self._due:
             self._due = True

@@ -22,8 +22,10 @@ from asyncvmm._errors import BackendError
 from asyncvmm._exporter.fencing import Fencing, Lane
 from asyncvmm._io.fences import FenceWatcher
 from asyncvmm._io.soon import SoonFences
+from asyncvmm._logs import Once, kind_of
 
 logger = logging.getLogger("asyncvmm.exporter")
+once = Once(logger)
 
 TRIES = 3
 """How often something that the driver refuses is tried before a slot is quarantined for it."""
@@ -136,14 +138,14 @@ class Draining:
                 except BackendError as error:
                     if not left:
                         raise
-                    logger.warning("the fence watcher begins again: %s", error)
+                    once.warning(kind_of(error), "the fence watcher begins again: %s", error)
             try:
                 yield
             finally:
                 try:
                     stack.close()
                 except BackendError as error:
-                    logger.warning("the fence watcher's end: %s", error)
+                    once.warning(kind_of(error), "the fence watcher's end: %s", error)
 
     def _on_done(self, done: list[tuple[object, Exception | None]]) -> None:
         for token, error in done:
@@ -183,7 +185,7 @@ class Draining:
         count = self._refused.pop((record, lane), 0) + 1
         if count >= TRIES:
             return False
-        logger.warning("the fence of %r is asked again: %s", record, error)
+        once.warning(kind_of(error), "the fence of %r is asked again: %s", record, error)
         self._refused[record, lane] = count
         self._lanes[lane] = self._lanes.get(lane, 0) + 1
         self._later(lane, fence, (record, lane, fence))

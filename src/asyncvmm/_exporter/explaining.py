@@ -14,19 +14,13 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from asyncvmm._core.ledger import ANYONE, Peer, PeerState, Record
 from asyncvmm._core.slots import SlotState
 from asyncvmm._exporter.fencing import READY
+from asyncvmm._logs import Once
 from asyncvmm._types import Key
 
 if TYPE_CHECKING:
     from asyncvmm._exporter.lending import Lending as Exporter
 
 logger = logging.getLogger("asyncvmm.exporter")
-
-QUIET_SECONDS = 60.0
-"""A cause that was told is told again only after it was not seen for so long: a consumer that is
-always slow is one line and not one a minute, and one that stops again next week is another."""
-
-MOST_CAUSES = 64
-"""Causes remembered; of more the one seen longest ago is forgotten."""
 
 Kind: TypeAlias = Literal[
     "held", "untaken", "lingering", "quarantined", "unattached", "unclaimed", "unredeemed",
@@ -271,24 +265,19 @@ def _drainers(exporter: Exporter, record: Record) -> Iterator[Keeper]:
 
 
 class Telling:
-    """The one line in the log for those who wait too long: once per cause, see QUIET_SECONDS."""
+    """The one line in the log for those who wait too long, once per cause."""
 
     def __init__(self, name: str, explain: Callable[[], Explanation]) -> None:
         self._name = name
         self._explain = explain
-        self._seen: dict[tuple[object, ...], float] = {}  # cause -> when; the last seen is last
+        self._once = Once(logger)
 
     def tell(self) -> None:
         """Say why the head of the queue waits, unless the same was said already."""
         explanation = self._explain()
         first = explanation.obstacles[0] if explanation.obstacles else None
         cause = (explanation.lacks, first and (first.kind, first.member, first.pid))
-        now = monotonic()
-        before = self._seen.pop(cause, None)
-        self._seen[cause] = now
-        if len(self._seen) > MOST_CAUSES:
-            del self._seen[next(iter(self._seen))]
-        if before is None or now - before > QUIET_SECONDS:
+        if self._once.fresh(cause):
             logger.warning(
                 "exporter %r: %s", self._name, explanation, extra={"explanation": explanation}
             )

@@ -16,6 +16,7 @@ from asyncvmm._backends.base import ExporterRegion, Fence
 from asyncvmm._core.ledger import Record
 from asyncvmm._errors import BackendError, RemoteProtocolError
 from asyncvmm._exporter.late import LateFence
+from asyncvmm._logs import Once, kind_of
 
 logger = logging.getLogger("asyncvmm.exporter")
 
@@ -31,6 +32,7 @@ class Fencing:
 
     def __init__(self, region: ExporterRegion) -> None:
         self._region = region
+        self._once = Once(logger)
         self._written: dict[int, int] = {}  # slot -> the stream that wrote it last
         self._streams: set[int] = set()  # every stream that ever wrote
         self._late: dict[tuple[int, int], LateFence] = {}  # by (peer, slot); READY for ours
@@ -59,7 +61,9 @@ class Fencing:
         try:
             self.record(slot, stream)
         except BackendError as error:
-            logger.error("slot %d drains until its event can be recorded: %s", slot, error)
+            self._once.warning(
+                kind_of(error), "slot %d drains until its event can be recorded: %s", slot, error
+            )
 
             def recorded() -> Fence | None:
                 self._region.record_ready(slot, stream)
@@ -72,8 +76,12 @@ class Fencing:
         try:
             self._region.open_release(peer, slot, handle)
         except BackendError as error:
-            logger.error(
-                "slot %d drains until the event of consumer %d can be opened: %s", slot, peer, error
+            self._once.warning(
+                kind_of(error),
+                "slot %d drains until the event of consumer %d can be opened: %s",
+                slot,
+                peer,
+                error,
             )
 
             def opened() -> Fence | None:
@@ -105,7 +113,7 @@ class Fencing:
             return self._region.release_fence(peer, slot)
         except RemoteProtocolError as error:
             # It says that it read on a stream and never gave the event: its reads are its risk.
-            logger.warning("consumer %d broke the rules: %s", peer, error)
+            self._once.warning(peer, "consumer %d broke the rules: %s", peer, error)
             return None
 
     def _late_fence(self, peer: int, slot: int) -> Fence | None:
@@ -120,7 +128,7 @@ class Fencing:
         try:
             return self._region.ask(fences)
         except BackendError as error:
-            logger.warning("fences are left to the watcher: %s", error)
+            self._once.warning(kind_of(error), "fences are left to the watcher: %s", error)
             return [False] * len(fences)
 
     def forget(self, peer: int) -> None:

@@ -31,13 +31,14 @@ from asyncvmm._exporter.reporting import Counters
 from asyncvmm._exporter.room import Room
 from asyncvmm._exporter.terms import PLAIN, Terms, make_terms
 from asyncvmm._fds import close_after_fork
+from asyncvmm._logs import Once, kind_of
 from asyncvmm._tensors import DevicePort
 from asyncvmm._types import Key
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Layout, Plan, Tensor
 
-logger = logging.getLogger("asyncvmm.exporter")
+once = Once(logging.getLogger("asyncvmm.exporter"))
 
 BURST = 16
 """Owners that may be published without the loop turning: as many as share a packet, and about
@@ -266,7 +267,7 @@ class Lending:
         try:
             self._region.poison(record.start, record.nbytes)
         except BackendError as error:
-            logger.warning("freed memory of slot %d is not poisoned: %s", record.slot, error)
+            once.warning(kind_of(error), "slot %d is not poisoned: %s", record.slot, error)
 
     async def _until_idle(self) -> None:
         while any(record.published for record in self._core.records.values()):

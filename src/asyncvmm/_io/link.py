@@ -25,7 +25,7 @@ from asyncvmm._io.packets import PACKET_LIMIT, close_all, receive, send, socket_
 
 __all__ = ["PACKET_LIMIT", "Link"]
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("asyncvmm.io")
 
 
 class Link:

@@ -31,7 +31,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.1
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED})
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("asyncvmm.io")
 
 
 class Listener:
