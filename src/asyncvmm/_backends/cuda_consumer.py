@@ -166,8 +166,8 @@ class CudaConsumerRegion:
         self._range.closed()
 
     def _check(self) -> None:
-        self._range.context.check("consumer")
-        if self._keepalive is None:
+        if self._keepalive is None or self._range.context.forked():
+            self._range.context.check("consumer")
             raise ClosedError("the pool is closed on this side")
 
 

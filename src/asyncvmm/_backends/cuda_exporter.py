@@ -287,6 +287,6 @@ class CudaExporterRegion:
             teardown.finish()
 
     def _check(self) -> None:
-        self._range.context.check("exporter")
-        if self._keepalive is None:
+        if self._keepalive is None or self._range.context.forked():
+            self._range.context.check("exporter")
             raise ClosedError("the pool is closed on this side")

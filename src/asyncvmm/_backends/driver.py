@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib
 import uuid
 from collections.abc import Callable, Iterator
@@ -137,43 +136,17 @@ def context_release(number: int) -> None:
     call("cuDevicePrimaryCtxRelease", device_get(number))
 
 
-def context_push(context: Any) -> None:
-    """Make ``context`` current on the calling thread until the matching pop."""
-    call("cuCtxPushCurrent", context)
-
-
-def context_pop() -> None:
-    """Make current again what was before the last push."""
-    call("cuCtxPopCurrent")
-
-
 def context_synchronize() -> None:
     """Block until the current context has nothing left to do."""
     call("cuCtxSynchronize")
 
 
-def capture_relaxed() -> Any:
-    """Let the calling thread ask the driver while another one captures a graph.
-
-    Returns what :func:`capture_again` needs.  Measured on an H200: without it a query broke 20 of
-    20 captures, with it none.
-    """
-    return call("cuThreadExchangeStreamCaptureMode", _relaxed())
-
-
-def capture_again(before: Any) -> None:
-    """Have the calling thread treat captures as it did before."""
-    call("cuThreadExchangeStreamCaptureMode", before)
-
-
-@functools.cache
-def _relaxed() -> Any:
-    return load().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-
-
 @contextlib.contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Do both around a block."""
+    """Let the calling thread ask the driver while another one captures a graph.
+
+    Measured on an H200: without it a query broke 20 of 20 captures, with it none.
+    """
     before = capture_relaxed()
     try:
         yield
@@ -231,7 +204,7 @@ def event_synchronize(event: Any) -> None:
     call("cuEventSynchronize", event)
 
 
-# The four below run for every hand-off, so they take the shortest way.  Whoever calls them has a
+# Those below run for every hand-off, so they take the shortest way.  Whoever calls them has a
 # context or an event, so the driver has been loaded.
 
 
@@ -241,6 +214,36 @@ def context_current() -> int:
     if code:
         raise failure("cuCtxGetCurrent", code)
     return int(context)
+
+
+def context_push(context: Any) -> None:
+    """Make ``context`` current on the calling thread until the matching pop."""
+    code = _loaded.cuCtxPushCurrent(context)[0]
+    if code:
+        raise failure("cuCtxPushCurrent", code)
+
+
+def context_pop() -> None:
+    """Make current again what was before the last push."""
+    code = _loaded.cuCtxPopCurrent()[0]
+    if code:
+        raise failure("cuCtxPopCurrent", code)
+
+
+def capture_relaxed() -> Any:
+    """Begin what :func:`relaxed_capture` does; return what :func:`capture_again` needs."""
+    mode = _loaded.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    code, before = _loaded.cuThreadExchangeStreamCaptureMode(mode)
+    if code:
+        raise failure("cuThreadExchangeStreamCaptureMode", code)
+    return before
+
+
+def capture_again(before: Any) -> None:
+    """Have the calling thread treat captures as it did before."""
+    code = _loaded.cuThreadExchangeStreamCaptureMode(before)[0]
+    if code:
+        raise failure("cuThreadExchangeStreamCaptureMode", code)
 
 
 def event_record(event: Any, stream: int) -> None:

@@ -110,7 +110,7 @@ class Event:
         with self._lock:
             event = self._handle or self._alive()
             if stream < _FIRST_REAL_STREAM and not self._context.is_current():
-                self._pushed(driver.event_record, event, stream)
+                self._context.pushed_for(driver.event_record, event, stream)
             else:
                 try:
                     driver.event_record(event, stream)
@@ -123,7 +123,7 @@ class Event:
         with self._lock:
             event = self._handle or self._alive()
             if stream < _FIRST_REAL_STREAM and not self._context.is_current():
-                self._pushed(driver.stream_wait, stream, event)
+                self._context.pushed_for(driver.stream_wait, stream, event)
             else:
                 try:
                     driver.stream_wait(stream, event)
@@ -156,11 +156,7 @@ class Event:
         """Try once more with the context pushed if its lack may be what was refused."""
         if error.code not in _CONTEXT_CODES:
             raise error
-        return self._pushed(call, *args, **kwargs)
-
-    def _pushed(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        with self._context.pushed():
-            return call(*args, **kwargs)
+        return self._context.pushed_for(call, *args, **kwargs)
 
     def synchronize(self) -> None:
         """Block until its last record is done.  Only for threads that may block.

@@ -50,7 +50,9 @@ class Leases:
         self.live: dict[int, Lease] = {}  # slot -> lease not yet settled
         self._core = core
         self._region = region
+        self._address = region.address
         self._port = port
+        self._ordered = port.kind != "host"
         self._pump = pump
         self._loop = loop
         self._thread = threading.get_ident()
@@ -101,13 +103,13 @@ class Leases:
         region, frame = self._region, lease.frame
         if lease.done:
             raise ReleasedError(f"owner {frame.key!r} was given back")
-        if self._port.kind != "host":
+        if self._ordered:
             # First, for an error here is kept by whoever caught it, with what its frames hold.
             self._order(lease)
         holder = lease.holder
         if holder is None:
             holder = lease.open(
-                self._port.holder(region.address + frame.start, frame.nbytes, region.keepalive())
+                self._port.holder(self._address + frame.start, frame.nbytes, region.keepalive())
             )
         return holder
 

@@ -20,20 +20,21 @@ _LAST = BUCKETS - 1
 class Histogram:
     """Counts that only rise."""
 
-    __slots__ = ("counts", "total")
+    __slots__ = ("_counts", "total")
 
     def __init__(self) -> None:
-        self.counts = [0] * BUCKETS
+        self._counts = [0] * 64  # more than any time has bits
         self.total = 0.0
 
     def add(self, seconds: float) -> None:
         """Count one."""
-        self.counts[min(int(seconds * 1e6).bit_length(), _LAST)] += 1
+        self._counts[int(seconds * 1e6).bit_length()] += 1
         self.total += seconds
 
     def latencies(self) -> Latencies:
         """Return what was counted so far."""
-        return Latencies(tuple(self.counts), self.total)
+        counts = self._counts
+        return Latencies((*counts[:_LAST], sum(counts[_LAST:])), self.total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,8 @@ class Plan:
 _layouts: dict[tuple[object, ...], Layout] = {}
 """Layouts by names, dtypes, shapes and devices: a producer sends the same few again and again."""
 
+_STRIDED = torch.strided
+
 _LAYOUTS = 512
 """How many are kept; when they are more, all are forgotten, which costs a few microseconds each."""
 
@@ -87,16 +89,15 @@ def plan_tensors(features: Mapping[str, Tensor]) -> Plan:
             raise _no_mapping(features)
         features = dict(features)  # looked up once: who knows what comes the second time
     tensors = (*features.values(),)
-    parts: list[object] = [*features]
+    key: tuple[object, ...] = (*features,)
     try:
         for tensor in tensors:
-            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            if not isinstance(tensor, Tensor) or tensor.layout is not _STRIDED:
                 _describe(features)  # names the one
-            parts += (tensor.dtype, tensor.shape, tensor.device)
-        key = (*parts,)
+            key += (tensor.dtype, tensor.shape, tensor.device)
         layout = _layouts.get(key)
     except (TypeError, RuntimeError):  # a name that is no text, or no one shape
-        key, layout = (), None
+        layout = None
     if layout is None:
         layout = _remember(key, _describe(features))
     return Plan(layout, tensors)
