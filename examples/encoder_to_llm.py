@@ -31,6 +31,7 @@ async def encoder_side(name: str) -> None:
         ) as exporter,
         asyncio.TaskGroup() as acknowledgements,
     ):
+        await exporter.wait_attached(RANKS)  # they load torch first; until then the pool would fill
         for request in range(REQUESTS):
             pixels = torch.randn(64 + 8 * request, 48, device=DEVICE)
             spec = asyncvmm.TensorSpec((len(pixels), WIDTH), torch.float32)

@@ -15,13 +15,15 @@ pytestmark = pytest.mark.slow
 
 
 def run_example(name: str, *arguments: str) -> str:
-    """Run an example to its end and return what it printed."""
+    """Run an example, a file or a package, to its end and return what it printed."""
+    program = [str(EXAMPLES / name)] if name.endswith(".py") else ["-m", f"examples.{name}"]
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
+        [sys.executable, *program, *arguments],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=100,
         check=False,
+        cwd=EXAMPLES.parent,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -31,7 +33,7 @@ def run_example(name: str, *arguments: str) -> str:
 def test_every_example_is_run_here() -> None:
     """Kills the planted bug of an example that is added and never run."""
     source = Path(__file__).read_text(encoding="utf-8")
-    for path in EXAMPLES.glob("*.py"):
+    for path in [*EXAMPLES.glob("*.py"), *(path.parent for path in EXAMPLES.glob("*/__main__.py"))]:
         assert f'run_example("{path.name}"' in source
 
 
@@ -55,3 +57,22 @@ def test_encoder_to_llm_reaches_every_rank() -> None:
     tokens = sum(64 + 8 * request for request in range(24))
     for rank in range(2):
         assert f"rank {rank}: {tokens} tokens of 24 requests\n" in output
+
+
+@pytest.mark.parametrize(
+    ("carrier", "ranks"),
+    [
+        pytest.param("stream", 2, id="streamed to two ranks"),
+        pytest.param("ticket", 1, id="by ticket to one rank"),
+    ],
+)
+def test_multimodal_answers_as_the_same_model_in_one_process_does(carrier: str, ranks: int) -> None:
+    """Every rank's logits of every request are the same bits (the program compares and fails).
+
+    Kills the planted bugs of features that are off by one bit, or in another order.
+    """
+    output = run_example("multimodal", "--carrier", carrier, "--ranks", str(ranks))
+    assert "encoder: 4 requests on cpu\n" in output
+    tokens = sum(10 + 3 * 2 + 4 + (2 * number + 8) + 12 for number in range(4))
+    for rank in range(ranks):
+        assert f"rank {rank}: 4 requests, the logits of {tokens} tokens are equal\n" in output
