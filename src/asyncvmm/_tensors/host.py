@@ -34,8 +34,6 @@ OFFLOAD_BYTES = 1 << 20
 """Copies of at least this many bytes leave the event loop: at 10 GB/s (measured, warm pages) it
 keeps the loop 0.1 ms, about what handing the copy to a thread costs."""
 
-memmove = ctypes.memmove
-
 _CPU = torch.device("cpu")
 
 _UNCOPIABLE = frozenset(
@@ -115,7 +113,7 @@ class HostPort:
                     and not source.is_conj()
                     and not source.is_neg()
                 ):
-                    memmove(address + offset, start, size)
+                    ctypes.memmove(address + offset, start, size)
                 else:
                     feature = layout.features[number]
                     self._copy(address + offset, size, feature, source.detach())
