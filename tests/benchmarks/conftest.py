@@ -60,7 +60,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def run(folder: Path) -> Callable[..., Run]:
-    """Run transports through a workload on uvloop, one round of some milliseconds."""
+    """Run transports through a workload on uvloop, rounds of some milliseconds."""
 
     def run(*transports: str, workload: Workload = TINY, **options: float) -> Run:
         notes = Notes()
@@ -68,7 +68,7 @@ def run(folder: Path) -> Callable[..., Run]:
             list(transports),
             [workload],
             ["uvloop"],
-            rounds=1,
+            rounds=int(options.get("rounds", 1)),
             seconds=0.02,
             patience=options.get("patience", 60.0),
             folder=folder,

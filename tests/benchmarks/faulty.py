@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
-import time
 from typing import Any
 
 import torch
@@ -88,10 +88,10 @@ class Hanging(FloorLoop):
 
 
 class StuckProducer(LoopProducer):
-    """Blocks its loop for ever in the first hand-off."""
+    """Keeps its whole interpreter for ever in the first hand-off."""
 
     async def hand_over(self, number: int) -> Any:
-        time.sleep(3600)  # noqa: ASYNC251 - the fault that is planted
+        ctypes.PyDLL(None).sleep(3600)
 
 
 class Stuck(FloorLoop):
@@ -102,7 +102,7 @@ class Stuck(FloorLoop):
 class DyingConsumer(LoopConsumer):
     async def consume(self, take: Take) -> None:
         def die(number: int, features: Any) -> None:
-            os.write(2, b"the reason why\n")
+            os.write(2, b"a warning\nthe reason why\n")
             os._exit(7)
 
         await super().consume(die)

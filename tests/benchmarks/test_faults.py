@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,9 +32,7 @@ def test_a_transport_that_fails_is_out_and_the_others_go_on(
     run: Callable[..., Run], folder: Path
 ) -> None:
     names = ("Hanging", "Stuck", "Dying", "Raising")
-    begin = time.monotonic()
-    seen = run(*(f"{FAULTY}:{name}" for name in names), "floor_loop", patience=1.0)
-    assert time.monotonic() - begin < 30
+    seen = run(*(f"{FAULTY}:{name}" for name in names), "floor_loop", patience=1.0, rounds=2)
     assert seen.row("floor_loop")["wrong"] == 0
     assert seen.row("floor_loop")["per_s"] > 0
     reasons = {name: seen.row(name)["failed"] for name in map(str.lower, names)}
@@ -51,8 +48,9 @@ def test_a_transport_that_fails_is_out_and_the_others_go_on(
 @pytest.mark.slow
 def test_nothing_is_left_behind(run: Callable[..., Run], folder: Path) -> None:
     before = set(os.listdir("/dev/shm"))
-    seen = run(f"{FAULTY}:Hanging", "torch_mp", "asyncvmm", patience=2.0)
-    assert "failed" in seen.row("hanging")
+    """Kills: leaving a process that cannot hear that it is to end."""
+    seen = run(f"{FAULTY}:Stuck", "torch_mp", "asyncvmm", patience=2.0)
+    assert "failed" in seen.row("stuck")
     assert multiprocessing.active_children() == []
     assert set(os.listdir("/dev/shm")) <= before
 
