@@ -67,9 +67,15 @@ class Chaos:
 
     async def happen(self, what: str) -> None:
         """Have one thing happen at a random moment."""
-        await self.some_progress()
-        await getattr(self, what)()
         self.last = what
+        try:
+            await self.some_progress()
+            await getattr(self, what)()
+        except Exception as error:
+            error.add_note(f"{type(self).__name__} for {self.ranks} ranks, at {what}")
+            for peer in (self.exporter, *self.consumers):
+                error.add_note(f"process {peer.pid} printed: {peer.printed[-5:]}")
+            raise
 
     async def open(self, first: Process | None = None, second: Process | None = None) -> None:
         """Start an exporter, and two consumers of it, unless they have survived the last one."""
@@ -198,14 +204,14 @@ class Chaos:
 class ReconnectingChaos(Chaos):
     """The same with consumers that go on with the next exporter by themselves."""
 
-    attached: set[int]
-    """The processes of those that have connected."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.attached = set[int]()
+        """The processes of those that have connected."""
 
     async def attach(self, number: int) -> asyncio.Future[str]:
         """Have a consumer connect, once, or wait until it has found the exporter by itself."""
         consumer = self.consumers[number]
-        if self.generation == 1 and number == 0:
-            self.attached = set()
         if consumer.pid in self.attached:
             await self.exporter.call(steps.has_come, consumer.pid)
             await consumer.call(steps.keep_at_most, 1)

@@ -63,7 +63,7 @@ class Soak:
         return min(1.0, (time.monotonic() - self.began) / seconds) if seconds else 1.0
 
     async def run(self) -> Report:
-        """Do everything at once; a lane that fails ends alone."""
+        """Do everything at once, until the first lane fails; Ctrl-C still has a report."""
         chance = random.Random(self.options.seed)
         seeds = [chance.randrange(1 << 30) for _ in range(3)]
         lanes: dict[str, Coroutine[Any, Any, None]] = {
@@ -76,8 +76,15 @@ class Soak:
         for left in lanes.values():
             left.close()
         telling = asyncio.create_task(self.tell())
-        await asyncio.gather(*chosen)
-        telling.cancel()
+        running = {asyncio.ensure_future(each) for each in chosen}
+        try:
+            while running and not self.report.problems:
+                _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self.report.problems.append("it was interrupted")
+        for task in (telling, *running):
+            task.cancel()
+        await asyncio.wait((telling, *running))
         self.report.seconds = time.monotonic() - self.began
         return self.report
 
@@ -98,7 +105,8 @@ class Soak:
         try:
             await work
         except Exception as error:
-            self.report.problems.append(f"{name}: {type(error).__name__}: {error}")
+            notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+            self.report.problems.append(f"{name}: {type(error).__name__}: {error}{notes}")
 
     async def stream(self) -> None:
         """Stream for as long as there is time, and at least so many owners."""
