@@ -104,10 +104,10 @@ class Lane:
         """Wait until the producer has done what it was told, and return its report."""
         return self._expect(self.producer, "done", seconds, watch)
 
-    def begin(self, *, beats: bool = False) -> None:
-        """Have the consumers count from here."""
+    def begin(self, **how: bool) -> None:
+        """Have the consumers count from here: with ``beats`` beside it, with ``stamps``."""
         for side in self.consumers:
-            side.conn.send(("begin", {"beats": beats}))
+            side.conn.send(("begin", {"beats": False, "stamps": False} | how))
         for side in self.consumers:
             self._expect(side, "begun")
 

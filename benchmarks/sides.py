@@ -168,8 +168,9 @@ class Seen:
         """When the first hand-off of all was seen."""
         self.begin()
 
-    def begin(self) -> None:
-        """Count from here on."""
+    def begin(self, *, stamps: bool = False) -> None:
+        """Count from here on; note the time of each hand-off if asked to, for that takes some."""
+        self._stamping = stamps
         self.taken = 0
         self.wrong = 0
         self.stamps = array("d")
@@ -195,7 +196,8 @@ class Seen:
             self.wrong += 1
         if self._work:
             time.sleep(self._work)
-        self.stamps.append(time.perf_counter())
+        if self._stamping:
+            self.stamps.append(time.perf_counter())
 
     def _right(self, number: int, features: Sequence[torch.Tensor]) -> bool:
         if self._contents is None:
@@ -212,7 +214,7 @@ async def _consume(name: str, setting: Setting, shared: Any, conn: Connection, i
         """Obey in the listening thread; heartbeats start and stop on the loop."""
         what, how = told
         if what == "begin":
-            seen.begin()
+            seen.begin(stamps=how["stamps"])
             if loop is not None and how["beats"]:
                 loop.call_soon_threadsafe(lambda: beat.append(Heartbeat()))
             conn.send(("begun", None))

@@ -42,7 +42,7 @@ def flow(lane: Lane, workload: Workload, seconds: float) -> Numbers:
 def reuse(lane: Lane, workload: Workload, seconds: float) -> Numbers:
     """Measure from the consumer's last stamp, just before it lets go, to the producer's waiter."""
     wrong = _check(lane, 1)
-    lane.begin()
+    lane.begin(stamps=True)
     report = lane.ask("stream", depth=1, seconds=seconds)
     seen = lane.seen()
     numbers = _numbers(lane, report, seen)
