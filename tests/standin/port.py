@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from asyncvmm._backends.base import ConsumerRegion, ExporterRegion
@@ -43,6 +45,14 @@ class StandinPort(HostPort):
 
     def current_stream(self) -> int:
         return self.stream
+
+    @contextmanager
+    def using(self, stream: int) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
 
     def stream_of(self, stream: object) -> int:
         return self.stream if stream is None else int(stream)  # type: ignore[call-overload]  # tests give numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from typing import Any
 
 import asyncvmm
@@ -51,3 +52,17 @@ async def read(me: Me, count: int) -> list[float]:
             found += [float(owner["x"].sum()) for owner in batch]
         del batch
     return found
+
+
+async def reconstruct(me: Me, tickets: dict[str, bytes], stream: int | None = None) -> list[float]:
+    """Reconstruct tickets that were pickled apart; return what they hold, in sum."""
+    found = []
+    for data in tickets.values():
+        tensor = await me.consumer.reconstruct(pickle.loads(data), stream=stream)
+        found.append(float(tensor.sum()))
+    return found
+
+
+async def acknowledge(me: Me, ticket: bytes) -> None:
+    """Release the owner of a ticket unread."""
+    me.consumer.acknowledge(pickle.loads(ticket).owner)
