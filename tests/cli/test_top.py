@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -191,6 +192,36 @@ async def test_once_as_json_lists_all_exporters_of_this_user() -> None:
         out, err = await top("two", "--once")
         assert "two" in out
         assert "64 KiB free of 64 KiB" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["drawn", "json"])
+async def test_it_goes_on_looking_until_it_is_interrupted_or_the_exporter_ends(
+    options: list[str],
+) -> None:
+    """A picture or a line of JSON per look; Ctrl-C is no error, and an end is one line.
+
+    Kills: a traceback for whoever leaves, and a view of an exporter that is long gone.
+    """
+    for interrupt in (True, False):
+        async with exporting():
+            process = await asyncio.create_subprocess_exec(
+                *(*TOP, "vision", "--interval", "0.1", *options),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            assert process.stdout is not None
+            seen = 0
+            while seen < 2:
+                seen += b"vision" in await process.stdout.readline()
+            if interrupt:
+                process.send_signal(signal.SIGINT)
+                _, err = await process.communicate()
+                assert (process.returncode, err) == (0, b"")
+        if not interrupt:
+            _, err = await process.communicate()
+            assert process.returncode == 1
+            assert err.splitlines() == [b"asyncvmm: PeerLostError: the exporter 'vision' is gone"]
 
 
 @pytest.mark.slow

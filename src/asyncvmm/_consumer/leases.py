@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from asyncvmm._tensors.local import KeptCopy
     from asyncvmm._tensors.plan import Tensor
 
-once = Once(logging.getLogger("asyncvmm.consumer"))
+logger = logging.getLogger("asyncvmm.consumer")
 
 AGAIN_SECONDS = 0.02
 """After how long a release is tried again whose event the driver refused to record."""
@@ -51,6 +51,7 @@ class Leases:
         self._core = core
         self._region = region
         self._address = region.address
+        self._once = Once(logger)
         self._port = port
         self._ordered = port.kind != "host"
         self._pump = pump
@@ -134,7 +135,7 @@ class Leases:
         try:
             self._region.open_ready(slot, handle)
         except BackendError as error:
-            once.warning(
+            self._once.warning(
                 kind_of(error), "the event of slot %d is opened when needed: %s", slot, error
             )
             self._unopened[slot] = handle
@@ -238,7 +239,7 @@ class Leases:
 
     def _put_off(self, lease: Lease, error: BackendError) -> None:
         """Try again soon: without its event a release frees bytes that may be read (inv. 4)."""
-        once.warning(kind_of(error), "owner %r is released later: %s", lease.frame.key, error)
+        self._once.warning(kind_of(error), "owner %r is released later: %s", lease.frame.key, error)
         self._queue.append(lease)
         if not self._due:
             self._due = True

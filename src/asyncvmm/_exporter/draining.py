@@ -25,7 +25,6 @@ from asyncvmm._io.soon import SoonFences
 from asyncvmm._logs import Once, kind_of
 
 logger = logging.getLogger("asyncvmm.exporter")
-once = Once(logger)
 
 TRIES = 3
 """How often something that the driver refuses is tried before a slot is quarantined for it."""
@@ -48,6 +47,7 @@ class Draining:
     ) -> None:
         self.copying: dict[int, asyncio.Future[None]] = {}  # slot -> copy in a worker thread
         self._region = region
+        self._once = Once(logger)
         self._fencing = fencing
         self._freed = freed
         self._failed = failed
@@ -138,14 +138,14 @@ class Draining:
                 except BackendError as error:
                     if not left:
                         raise
-                    once.warning(kind_of(error), "the fence watcher begins again: %s", error)
+                    self._once.warning(kind_of(error), "the fence watcher begins again: %s", error)
             try:
                 yield
             finally:
                 try:
                     stack.close()
                 except BackendError as error:
-                    once.warning(kind_of(error), "the fence watcher's end: %s", error)
+                    self._once.warning(kind_of(error), "the fence watcher's end: %s", error)
 
     def _on_done(self, done: list[tuple[object, Exception | None]]) -> None:
         for token, error in done:
@@ -185,7 +185,7 @@ class Draining:
         count = self._refused.pop((record, lane), 0) + 1
         if count >= TRIES:
             return False
-        once.warning(kind_of(error), "the fence of %r is asked again: %s", record, error)
+        self._once.warning(kind_of(error), "the fence of %r is asked again: %s", record, error)
         self._refused[record, lane] = count
         self._lanes[lane] = self._lanes.get(lane, 0) + 1
         self._later(lane, fence, (record, lane, fence))

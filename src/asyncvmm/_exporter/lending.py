@@ -38,8 +38,6 @@ from asyncvmm._types import Key
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Layout, Plan, Tensor
 
-once = Once(logging.getLogger("asyncvmm.exporter"))
-
 BURST = 16
 """Owners that may be published without the loop turning: as many as share a packet, and about
 0.3 ms of it on the machines measured."""
@@ -62,6 +60,7 @@ class Lending:
         self.name = name
         self._port = port
         self._region = region
+        self._once = Once(logging.getLogger("asyncvmm.exporter"))
         self._core = core
         self._connections = connections
         self._debug = debug
@@ -267,7 +266,7 @@ class Lending:
         try:
             self._region.poison(record.start, record.nbytes)
         except BackendError as error:
-            once.warning(kind_of(error), "slot %d is not poisoned: %s", record.slot, error)
+            self._once.warning(kind_of(error), "slot %d is not poisoned: %s", record.slot, error)
 
     async def _until_idle(self) -> None:
         while any(record.published for record in self._core.records.values()):

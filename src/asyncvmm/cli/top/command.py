@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from types import FrameType
 from typing import Annotated
 
@@ -38,7 +38,12 @@ def top(
     """
     signal.signal(signal.SIGTERM, _interrupt)
     names = [] if name is None else [name]
-    with ends.in_one_line(), closing(Watch(names, secret.encode())) as watch:
+    # Ctrl-C is how one leaves it.
+    with (
+        ends.in_one_line(),
+        suppress(KeyboardInterrupt),
+        closing(Watch(names, secret.encode())) as watch,
+    ):
         if as_json:
             _print(watch, interval, once=once)
         else:
@@ -68,10 +73,14 @@ def _draw(watch: Watch, interval: float, *, once: bool) -> None:
     from asyncvmm.cli.top.screen import screen
 
     console = Console()
-    if once:
-        console.print(screen(watch.look(ANSWER_SECONDS)))
-        return
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+    if once or not console.is_terminal:
+        while True:
+            console.print(screen(watch.look(ANSWER_SECONDS)))
+            console.file.flush()
+            if once:
+                return
+            time.sleep(interval)
+    with Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
             live.update(screen(watch.look(ANSWER_SECONDS)), refresh=True)
             time.sleep(interval)
