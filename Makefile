@@ -74,7 +74,8 @@ $(BIN)/python:
 # What a visitor needs to see it run; the tools of `make test` take longer to install.
 $(RUNTIME): $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing asyncvmm into $(VENV) (the first time takes some minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e . numpy  # without numpy, torch warns of that
 	@touch $@
 
 $(STAMP): $(RUNTIME)

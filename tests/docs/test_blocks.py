@@ -55,7 +55,9 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the Python that has torch already listens."""
     address = tmp_path_factory.mktemp("python") / "socket"
     command = [sys.executable, preloaded.__file__, str(address)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+    # Two programs that print into one pipe without a buffer mix their lines.
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == b"ready\n"
         yield address
@@ -112,7 +114,7 @@ def test_console(block: Block, folder: Path, interpreter: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
-        env={**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONUNBUFFERED": ""},
+        env={**os.environ, "PATH": f"{bin}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=100,
