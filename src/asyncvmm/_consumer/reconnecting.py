@@ -64,6 +64,8 @@ class ReconnectingConsumer(ObjectReceiveStream[Batch]):
         self.device = first.device
         self._come_in = come_in
         self._current: Consumer | None = first
+        self._on_news: Callable[[], None] = lambda: None  # receive_nowait may say something new
+        first._on_news = self._tell_news
         self._past: list[Consumer] = []  # the last one, and those whose owners are still here
         self._coming: asyncio.Task[None] | None = None  # looks for the next exporter
         self._failure: Exception | None = None  # why it found none that takes us
@@ -195,10 +197,15 @@ class ReconnectingConsumer(ObjectReceiveStream[Batch]):
                 await self._past[-1]._until_hung_up()
             self._forget_idle()
             self._current = await self._next()
+            self._current._on_news = self._tell_news
         except Exception as error:
             self._failure = error  # for whoever asks next
         finally:
             self._coming = None
+            self._tell_news()
+
+    def _tell_news(self) -> None:
+        self._on_news()
 
     async def _next(self) -> Consumer:
         deadline = self._loop.time() + SEAT_SECONDS

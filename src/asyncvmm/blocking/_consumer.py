@@ -12,11 +12,11 @@ from asyncvmm._consumer.owner import Batch
 from asyncvmm._consumer.statistics import ConsumerState
 from asyncvmm._errors import AsyncVMMError, EndOfStream, WouldBlock
 from asyncvmm._types import Key
-from asyncvmm.blocking._facade import Facade
+from asyncvmm.blocking._redeeming import AnyConsumer, Redeeming
 from asyncvmm.blocking._thread import LoopThread, seconds
 
 
-class Consumer(Facade):
+class Consumer(Redeeming):
     """A stream of batches; open one with :func:`asyncvmm.blocking.connect`.
 
     Poll it, receive from it, or iterate over it, in any thread; each batch goes to one caller.
@@ -27,13 +27,16 @@ class Consumer(Facade):
 
     _what = "consumer"
 
-    def __init__(self, consumer: AsyncConsumer, thread: LoopThread) -> None:
-        super().__init__(thread)
+    def __init__(self, consumer: AnyConsumer, thread: LoopThread, user: object) -> None:
+        super().__init__(thread, user)
         self.member: Key | None = consumer.member
         """Its rank, or its name under Compete."""
         self.device: str = consumer.device
         """Where its views are."""
         self._consumer = consumer
+        first = consumer if isinstance(consumer, AsyncConsumer) else consumer._current
+        assert first is not None
+        self._port = first._port
         self._handed: deque[Batch | AsyncVMMError] = deque()  # appended to by the loop only
         self._taking = threading.Lock()
         # Written by the loop and read by everybody: asking may find something new.
@@ -41,7 +44,8 @@ class Consumer(Facade):
         # Written by everybody and read by the loop: somebody polled and found nothing.
         self._wanted = False
         # Under Compete a batch that is handed over counts as begun: none is before it is asked for.
-        self._ahead = not consumer._core.competes
+        # Nor is one of an exporter whose successor may compete.
+        self._ahead = isinstance(consumer, AsyncConsumer) and not consumer._core.competes
         self._receivers = 0
         consumer._on_news = self._on_news
 
@@ -54,8 +58,9 @@ class Consumer(Facade):
         every step.  The loop's thread needs the interpreter to receive anything: a loop with
         nothing else to do should :meth:`receive`.
 
-        Raises EndOfStream after the exporter's goodbye, PeerLostError if it vanished, ClosedError
-        after :meth:`close`, ForkError in a forked child.
+        Raises EndOfStream after the exporter's goodbye, PeerLostError if it vanished (once per
+        loss with ``reconnect=True``, and goes on with the next exporter), ClosedError after
+        :meth:`close`, ForkError in a forked child.
         """
         if not (self._handed or self._news):
             self._wanted = True

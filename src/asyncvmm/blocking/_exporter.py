@@ -14,7 +14,7 @@ from asyncvmm._exporter.exporter import Exporter as AsyncExporter
 from asyncvmm._exporter.statistics import PoolStatistics
 from asyncvmm._types import Key, TensorSpec
 from asyncvmm.blocking._acknowledgement import Acknowledgement
-from asyncvmm.blocking._facade import Facade
+from asyncvmm.blocking._exporting import ROOM, Exporting
 from asyncvmm.blocking._reservation import Reservation
 from asyncvmm.blocking._thread import LoopThread
 
@@ -27,13 +27,15 @@ Leave = Callable[
 ]
 
 
-class Exporter(Facade):
+class Exporter(Exporting):
     """Owns a bounded pool; open one with :func:`asyncvmm.blocking.open_exporter`."""
 
     _what = "exporter"
 
-    def __init__(self, exporter: AsyncExporter, thread: LoopThread, leave: Leave) -> None:
-        super().__init__(thread)
+    def __init__(
+        self, exporter: AsyncExporter, thread: LoopThread, user: object, leave: Leave
+    ) -> None:
+        super().__init__(thread, user)
         self.name: str = exporter.name
         """The name it was opened under, as consumers resolve it."""
         self._exporter = exporter
@@ -67,7 +69,7 @@ class Exporter(Facade):
             require=require,
             stream=self._number(stream),
         )
-        return Acknowledgement(self, self._run(send, timeout, "room; statistics() says who has it"))
+        return Acknowledgement(self, self._run(send, timeout, ROOM))
 
     def send_nowait(
         self,
@@ -127,11 +129,6 @@ class Exporter(Facade):
             specs, key=key, metadata=metadata, to=to, require=require
         )
         return Reservation(self, reservation, None)
-
-    def _number(self, stream: object) -> int:
-        """Return the stream that is meant; the current one is the calling thread's own."""
-        self._check()
-        return self._exporter._stream(stream)
 
     # -- looking and waiting -----------------------------------------------------------------
 

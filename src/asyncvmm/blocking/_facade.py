@@ -17,8 +17,9 @@ class Facade:
 
     _what: ClassVar[str]
 
-    def __init__(self, thread: LoopThread) -> None:
+    def __init__(self, thread: LoopThread, user: object) -> None:
         self._thread = thread
+        self._user = user  # in whose name the thread is needed
         self._closed = False
         thread.opened.add(self)
 
@@ -51,6 +52,9 @@ class Facade:
         self._closed = True
         try:
             self._thread.run(leave)
+        except KeyboardInterrupt:
+            self._thread.run(self.leave)  # it may not have begun
+            raise
         finally:
             self._thread.opened.discard(self)
-            let_go(self._thread)
+            let_go(self._user)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from asyncvmm._consumer.consumer import Consumer as AsyncConsumer
 from asyncvmm._consumer.opening import connect as async_connect
 from asyncvmm._errors import LocalProtocolError
 from asyncvmm._exporter.exporter import Exporter as AsyncExporter
@@ -17,6 +16,7 @@ from asyncvmm._exporter.opening import open_exporter as async_open_exporter
 from asyncvmm._tensors import DevicePort
 from asyncvmm.blocking._consumer import Consumer
 from asyncvmm.blocking._exporter import Exporter
+from asyncvmm.blocking._redeeming import AnyConsumer
 from asyncvmm.blocking._thread import LoopThread, let_go, seconds, take
 
 P = ParamSpec("P")
@@ -30,7 +30,10 @@ def _with_arguments_of(
     """Give a constructor the arguments of another one, for readers and for type checkers."""
 
     def give(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
-        init.__dict__["__signature__"] = inspect.signature(opening)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        theirs = inspect.signature(opening)
+        parameters = [itself, *theirs.parameters.values()]
+        init.__dict__["__signature__"] = theirs.replace(parameters=parameters)
         return init
 
     return give
@@ -55,14 +58,14 @@ class _Opening(Generic[OpenedT, FacadeT]):
     def __enter__(self) -> FacadeT:
         if self._facade is not None:
             raise LocalProtocolError("this can be entered once; call it again")
-        thread = take()
         try:
+            thread = take(self)
             thread.run(lambda: self._open(thread), self._timeout, "the other end")
             assert self._facade is not None
             return self._facade
         except BaseException:
             if self._facade is None:
-                let_go(thread)
+                let_go(self)
             else:
                 self._facade.close()
             raise
@@ -77,7 +80,7 @@ class _Opening(Generic[OpenedT, FacadeT]):
         self._facade.__exit__(kind, error, trace)
 
 
-class connect(_Opening[AsyncConsumer, Consumer]):
+class connect(_Opening[AnyConsumer, Consumer]):
     """Attach to an exporter: ``with blocking.connect("vision", rank=0) as consumer``.
 
     The arguments and errors are those of :class:`asyncvmm.connect`.  With ``wait=True`` entering
@@ -93,26 +96,34 @@ class connect(_Opening[AsyncConsumer, Consumer]):
         member: str | None = None,
         prefetch: int = 2,
         wait: bool = False,
+        reconnect: bool = False,
         writable: bool = False,
         secret: bytes | str = b"",
+        allow_uids: Iterable[int] = (),
+        trace: str | os.PathLike[str] | None = None,
         timeout: float | None = None,
         _port: DevicePort | None = None,
     ) -> None:
-        opening = async_connect(
+        # The two kinds of consumer are one here, so their types are not told apart.
+        attach: Callable[..., AbstractAsyncContextManager[AnyConsumer, None]] = async_connect
+        opening = attach(
             name,
             device=device,
             rank=rank,
             member=member,
             prefetch=prefetch,
             wait=wait,
+            reconnect=reconnect,
             writable=writable,
             secret=secret,
+            allow_uids=allow_uids,
+            trace=trace,
             _port=_port,
         )
         super().__init__(opening, timeout)
 
-    def _wrap(self, opened: AsyncConsumer, thread: LoopThread) -> Consumer:
-        return Consumer(opened, thread)
+    def _wrap(self, opened: AnyConsumer, thread: LoopThread) -> Consumer:
+        return Consumer(opened, thread, self)
 
 
 class open_exporter(_Opening[AsyncExporter, Exporter]):
@@ -127,4 +138,4 @@ class open_exporter(_Opening[AsyncExporter, Exporter]):
         super().__init__(async_open_exporter(*args, **options), None)
 
     def _wrap(self, opened: AsyncExporter, thread: LoopThread) -> Exporter:
-        return Exporter(opened, thread, self._opening.__aexit__)
+        return Exporter(opened, thread, self, self._opening.__aexit__)

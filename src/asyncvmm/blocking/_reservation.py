@@ -10,6 +10,7 @@ from asyncvmm._errors import ClosedError
 from asyncvmm._exporter.reservation import Reservation as AsyncReservation
 from asyncvmm._exporter.reservation import WritableOwner as AsyncWritableOwner
 from asyncvmm.blocking._acknowledgement import Acknowledgement
+from asyncvmm.blocking._exporting import ROOM
 from asyncvmm.blocking._thread import seconds
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Reservation:
 
     def __enter__(self) -> WritableOwner:
         try:
-            self._exporter._run(self._enter, self._timeout, "room; statistics() says who has it")
+            self._exporter._run(self._enter, self._timeout, ROOM)
         except BaseException:
             self._give_back()
             raise

@@ -14,9 +14,9 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from asyncvmm._errors import ArgumentError, ClosedError, LocalProtocolError
@@ -86,7 +86,8 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.opened: set[Opened] = set()
-        self.users = 0
+        self.users: set[object] = set()
+        """Who needs it: openings, and calls that are under way."""
         self.forked = False
         self.made_in = os.getpid()
         self._started: Future[asyncio.AbstractEventLoop] = Future()
@@ -121,37 +122,36 @@ class LoopThread:
         _refuse_on_loop()
         limit = seconds(timeout)
         call = _Call(work)
-        with self._used():
-            late = ""
-            try:
-                self._loop.call_soon_threadsafe(call.begin)
-                if not call.over.wait(limit):
-                    late = f"waited {timeout} s for {waits_for}"
-                    self._end(call)
-            except BaseException:
+        late = ""
+        try:
+            self._keep_for(call)
+            self._loop.call_soon_threadsafe(call.begin)
+            if not call.over.wait(limit):
+                late = f"waited {timeout} s for {waits_for}"
                 self._end(call)
-                raise
             return call.outcome(late=late)
+        except KeyboardInterrupt:
+            self._end(call)
+            raise
+        finally:
+            let_go(call)
 
     def _end(self, call: _Call[Any]) -> None:
-        self._loop.call_soon_threadsafe(call.cancel)
-        call.over.wait()
+        if call in self.users:
+            self._loop.call_soon_threadsafe(call.cancel)
+            call.over.wait()
 
-    @contextmanager
-    def _used(self) -> Iterator[None]:
+    def _keep_for(self, call: _Call[Any]) -> None:
         """Keep the loop running for a call, whatever is closed meanwhile."""
         with _shared.lock:
-            if not self.users:
+            if _shared.thread is not self:
                 raise ClosedError("it was closed, and the thread of its loop has ended")
-            self.users += 1
-        try:
-            yield
-        finally:
-            let_go(self)
+            self.users.add(call)
 
     def stop(self) -> None:
-        """End the loop and its thread."""
-        self._loop.call_soon_threadsafe(self._stopped.set)
+        """End the loop and its thread; again is a no-op."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join()
 
     async def leave_all(self) -> None:
@@ -212,24 +212,33 @@ class _Shared:
 _shared = _Shared()
 
 
-def take() -> LoopThread:
-    """Return the process's loop thread, to be let go of once; the first starts it."""
+def take(user: object) -> LoopThread:
+    """Return the process's loop thread, which stays until ``user`` lets go; the first starts it."""
     _refuse_on_loop()
     with _shared.lock:
         if _shared.thread is None:
             _shared.thread = LoopThread()
-        _shared.thread.users += 1
+        _shared.thread.users.add(user)
         return _shared.thread
 
 
-def let_go(thread: LoopThread) -> None:
-    """Use the thread no more; the last ends it."""
+def let_go(user: object) -> None:
+    """Need the thread no more; the last ends it.  Again is a no-op."""
+    try:
+        _let_go(user)
+    except KeyboardInterrupt:
+        _let_go(user)  # it may have been left in the middle
+        raise
+
+
+def _let_go(user: object) -> None:
     with _shared.lock:
-        thread.users -= 1
-        if not thread.users:
-            if _shared.thread is thread:
+        thread = _shared.thread
+        if thread is not None:
+            thread.users.discard(user)
+            if not thread.users:
+                thread.stop()
                 _shared.thread = None
-            thread.stop()
 
 
 @atexit.register
