@@ -95,6 +95,7 @@ def connect(new: Callable[[], Lane]) -> Numbers:
 
 TURNS: dict[str, Callable[[Lane, Workload, float], Numbers]] = {
     "flow": flow,
+    "fanout": flow,
     "reuse": reuse,
     "bursts": bursts,
 }

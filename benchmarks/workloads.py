@@ -7,7 +7,7 @@ from typing import Literal
 
 from benchmarks.setting import KIB, MIB, Payload
 
-Kind = Literal["flow", "bursts", "reuse", "connect", "allocator"]
+Kind = Literal["flow", "fanout", "bursts", "reuse", "connect", "allocator"]
 
 DEPTH = 64
 """Hand-offs in flight when pipelined."""
@@ -46,11 +46,11 @@ def _all() -> list[Workload]:
     for count in (1, 2, 4, 8):
         about = f"each hand-off to all of {count} consumers, {DEPTH} in flight"
         name = f"fanout_{count}_broadcast"
-        found.append(Workload(name, "flow", small, about, DEPTH, count))
+        found.append(Workload(name, "fanout", small, about, DEPTH, count))
     for count in (1, 2, 4, 8):
         about = f"each hand-off to one of {count} consumers that rest 1 ms over it"
         name = f"fanout_{count}_compete"
-        found.append(Workload(name, "flow", small, about, DEPTH, count, compete=True, work=1e-3))
+        found.append(Workload(name, "fanout", small, about, DEPTH, count, compete=True, work=1e-3))
     about = "bursts of 192 without looking, to a consumer that rests 1 ms over each"
     mib = Payload(1, MIB)
     found.append(Workload("slow_consumer", "bursts", mib, about, DEPTH, work=1e-3, burst=192))

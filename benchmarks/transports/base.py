@@ -88,7 +88,7 @@ class Transport(ABC):
     """False for what hands nothing over."""
     routes: ClassVar[tuple[str, ...]] = ("broadcast", "compete")
     """How it serves several consumers."""
-    kinds: ClassVar[tuple[str, ...]] = ("flow", "bursts", "reuse", "connect")
+    kinds: ClassVar[tuple[str, ...]] = ("flow", "fanout", "bursts", "reuse", "connect")
     """The kinds of workloads that make sense for it."""
 
     @classmethod

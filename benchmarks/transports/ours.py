@@ -130,7 +130,7 @@ class Send(Transport):
     producer = SendProducer
     consumer = ViewingConsumer
     devices = ("cpu", "cuda")
-    kinds = ("flow", "bursts", "reuse", "connect", "allocator")
+    kinds = ("flow", "fanout", "bursts", "reuse", "connect", "allocator")
 
 
 class Reserve(Transport):
