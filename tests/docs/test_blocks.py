@@ -21,6 +21,7 @@ from tests.docs.settings import COMMON, SETTINGS
 NOT_HERE = {
     r"make .*": "it would make a virtual environment; continuous integration starts with it",
     r"asyncvmm demo .*--trace.*": "tests/cli/test_trace.py runs it",
+    r"python -m examples\.multimodal.*": "tests/test_examples.py runs it",
     r"source \.venv/bin/activate": "it would make a virtual environment",
     r"git clone .*": "the test is in the clone",
     r"(python -m )?pip install .*": "it needs a package index",
