@@ -57,10 +57,14 @@ class Contents:
         return self._mappings[variant(number)]
 
     def right(self, number: int, features: Sequence[torch.Tensor]) -> bool:
-        """Say whether these are the features of that hand-off, byte for byte."""
+        """Say whether these are the features of that hand-off, byte for byte.
+
+        They may be on another device: torch.multiprocessing leaves them on the producer's.
+        """
         expected = self.features(number)
         return len(expected) == len(features) and all(
-            torch.equal(mine, theirs) for mine, theirs in zip(expected, features, strict=True)
+            torch.equal(mine, theirs.to(mine.device))
+            for mine, theirs in zip(expected, features, strict=True)
         )
 
 
