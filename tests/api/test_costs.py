@@ -177,7 +177,7 @@ async def test_a_closed_loop_costs_one_send_and_one_receive_per_side(
 
 
 async def test_what_is_sent_or_released_in_one_turn_travels_together() -> None:
-    """Sixteen owners are two packets, and their sixteen releases one.
+    """Eight owners are two packets, and their eight releases one.
 
     The first owner leaves at once, for nothing else is out and somebody may wait for just that.
 
@@ -188,9 +188,9 @@ async def test_what_is_sent_or_released_in_one_turn_travels_together() -> None:
         (connection,) = exporter._connections.open.values()
         with SystemCalls(connection.link._sock, consumer._link._sock) as calls:
             for _ in range(10):
-                for _ in range(16):
+                for _ in range(8):
                     await exporter.send(ONE)  # room is there, so no turn ends in between
-                batches = [await consumer.receive() for _ in range(16)]
+                batches = [await consumer.receive() for _ in range(8)]
                 for batch in batches:
                     batch.release()
                 del batch, batches

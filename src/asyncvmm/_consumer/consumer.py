@@ -39,6 +39,9 @@ from asyncvmm._types import Key
 
 logger = logging.getLogger("asyncvmm.consumer")
 
+BURST = 8
+"""Batches that may be received without the loop turning, as on the exporter's side."""
+
 GOODBYE_SECONDS = 2.0
 """How long a leaving consumer waits for the exporter's goodbye, and then for it to hang up."""
 
@@ -77,6 +80,7 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
         self._unread_lost = 0
         self._closed = False
         self._forked = False
+        self._burst = 0  # batches received since the loop was last seen to turn
         self._made_in = os.getpid()
         close_after_fork(self)
 
@@ -89,9 +93,15 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
         batches that were still unread then), ClosedError after ``aclose``.  Cancelled, it loses
         no batch: the next call gets it.
         """
+        if self._burst >= BURST:
+            # Who receives in a loop and never has to wait would keep the event loop.
+            self._burst = 0
+            await asyncio.sleep(0)
         while True:
             if (batch := self._next()) is not None:
+                self._burst += 1
                 return batch
+            self._burst = 0
             waiter = self._loop.create_future()
             self._waiters.append(waiter)
             try:
