@@ -84,6 +84,7 @@ def test_nothing_is_delivered_before_a_ticket_is_shown() -> None:
 
 
 def test_the_answer_brings_the_ready_event_before_the_owner() -> None:
+    """Kills: an owner before its event, and an event that is sent each time."""
     pair = Pair(Broadcast(1))
     end = pair.attach(0)
     record = pair.reserve()
@@ -94,6 +95,19 @@ def test_the_answer_brings_the_ready_event_before_the_owner() -> None:
     pair.sent.clear()
     pair.deliver_up(end)
     assert [type(message) for _, message in pair.sent] == [wire.Ready, wire.Redeemed]
+    pair.settle()
+    pair.release(end, frame_of(answer(end)))
+    pair.settle()
+    pair.finish_fences()
+    again = pair.reserve()
+    assert again.slot == record.slot
+    pair.exporter.publish(
+        again, key=2, features=features(UNIT), proof=PROOF, ready=b"event %d" % again.slot
+    )
+    redeem(pair, end, again)
+    pair.sent.clear()
+    pair.deliver_up(end)
+    assert [type(message) for _, message in pair.sent] == [wire.Redeemed], "it has the event"
 
 
 def test_each_reason_to_deny_has_its_word() -> None:

@@ -94,7 +94,6 @@ async def test_what_nobody_read_waits_for_the_exporters_own_copy(
 
 
 async def test_events_are_given_once_per_slot(driver: Standin, peers: Peers) -> None:
-    """Planted bug: a redeemed owner brings its slot's event each time."""
     async with exporting(slots=2) as exporter:
         peer = peers.start()
         await peer.call(steps.connect, NAME)
