@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 from benchmarks import turns
 from benchmarks.allocation import allocate_and_free
-from benchmarks.lane import PATIENCE, Lane, LaneError
+from benchmarks.lane import PATIENCE, Lane, LaneError, context
 from benchmarks.machine import available_bytes
 from benchmarks.progress import Progress
 from benchmarks.rows import Row, row
@@ -66,7 +64,7 @@ class Conductor:
         self.rows: list[Row] = []
         self.skipped: list[dict[str, str]] = []
         self._progress = progress
-        self._context = _context()
+        self._context = context(options.device)
         self._transports: dict[str, type[Transport]] = {}
         for name in options.transports:
             try:
@@ -224,14 +222,3 @@ def _connected(entrant: Entrant) -> None:
 def _close(entrant: Entrant) -> None:
     assert entrant.lane is not None
     entrant.lane.close()
-
-
-def _context() -> ForkServerContext:
-    """Return where processes come from: a server that has imported what they need.
-
-    Each side is a process of its own, started in milliseconds; nothing in the server has touched
-    a GPU, a loop or a thread.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "asyncvmm", "benchmarks.sides"])
-    return context

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -17,6 +18,29 @@ from benchmarks.transports.base import Transport
 
 PATIENCE = 30.0
 """Seconds that any single step of a lane may take beyond what was asked of it."""
+
+
+Context = ForkServerContext | SpawnContext
+
+
+def context(device: str) -> Context:
+    """Return where processes come from: a server that has imported what they need.
+
+    Each side is a process of its own, started in milliseconds; nothing in the server has touched
+    a GPU, a loop or a thread.  Where an import there did start CUDA, which does not survive a
+    fork, every process imports for itself instead.
+    """
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch", "asyncvmm", "benchmarks.sides"])
+    if not device.startswith("cuda"):
+        return server
+    trial = server.Process(target=sides.touch, args=(device,), daemon=True)
+    trial.start()
+    trial.join(PATIENCE)
+    if trial.exitcode == 0:
+        return server
+    trial.kill()
+    return multiprocessing.get_context("spawn")
 
 
 class LaneError(Exception):
@@ -39,7 +63,7 @@ class Lane:
     """Use it as a context manager: leaving kills what is left and removes its folder."""
 
     def __init__(
-        self, name: str, transport: type[Transport], setting: Setting, context: ForkServerContext
+        self, name: str, transport: type[Transport], setting: Setting, context: Context
     ) -> None:
         self.name = name
         self.transport = transport

@@ -41,6 +41,11 @@ def consume(name: str, setting: Setting, shared: Any, conn: Connection, index: i
     _be(conn, setting, f"consumer-{index}", lambda: _consume(name, setting, shared, conn, index))
 
 
+def touch(device: str) -> None:
+    """Try whether a process that was started like a side can use a GPU."""
+    torch.zeros(1, device=device)
+
+
 def _be(
     conn: Connection, setting: Setting, role: str, work: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
