@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ import torch
 import asyncvmm
 from asyncvmm._backends import driver, driver_memory, events
 from asyncvmm._backends.cuda import CudaConsumerRegion
+from asyncvmm.tickets import restore_features
 
 ROOT = Path(__file__).parent.parent.parent
 LONG = 1_500_000
@@ -186,9 +188,56 @@ async def writer(consumer: asyncvmm.Consumer, device: torch.device) -> dict[str,
     return {"faulted": 0}
 
 
+async def redeemer(consumer: asyncvmm.Consumer, device: torch.device) -> dict[str, int]:
+    """Reconstruct the tickets that streamed owners bring, each behind a long kernel."""
+    side = torch.cuda.Stream(device)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    rounds = buffers = 0
+    async for batch in consumer:
+        for carrier in batch:
+            tickets = [pickle.loads(data) for data in carrier.metadata]  # type: ignore[attr-defined]  # a list
+            turn = int(carrier.key) % 251
+            carrier.release()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(LONGER)
+            found = [await consumer.reconstruct(ticket, stream=side) for ticket in tickets]
+            with torch.cuda.stream(side):
+                for tensor in found:
+                    wrong += torch.ne(tensor, turn).sum() + (tensor.device != device)
+            rounds += 1
+            buffers += len({tensor.untyped_storage().data_ptr() for tensor in found})
+            del found
+    torch.cuda.synchronize(device)
+    return {"rounds": rounds, "wrong": int(wrong), "buffers": buffers}
+
+
+async def restorer(consumer: asyncvmm.Consumer, device: torch.device) -> dict[str, int]:
+    """Restore the requests that streamed owners bring; count tensors on this device."""
+    right = 0
+    async for batch in consumer:
+        for carrier in batch:
+            requests = pickle.loads(carrier.metadata)  # type: ignore[arg-type]  # bytes
+            carrier.release()
+            await restore_features(consumer, requests)
+            for number, request in enumerate(requests):
+                tensor = request.items[0].feature
+                right += tensor.device == device and bool((tensor == number).all())
+    return {"right": right}
+
+
 ROLES: dict[str, Callable[[asyncvmm.Consumer, torch.device], Awaitable[dict[str, int]]]] = {
     role.__name__: role
-    for role in (late_reader, prompt_reader, comparer, counter, holder, keeper, writer)
+    for role in (
+        late_reader,
+        prompt_reader,
+        comparer,
+        counter,
+        holder,
+        keeper,
+        writer,
+        redeemer,
+        restorer,
+    )
 }
 
 
