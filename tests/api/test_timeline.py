@@ -128,6 +128,30 @@ async def test_a_competitors_arrow_goes_to_who_began_it(folder: Path, tmp_path: 
     assert len(trace.arrows) == 2
 
 
+async def test_redeemed_owners_have_lives_too(folder: Path, tmp_path: Path) -> None:
+    """Kills the planted bug of a consumer whose owners came by ticket and are not to be seen."""
+    files = [tmp_path / "e.json", tmp_path / "c.json"]
+    async with (
+        asyncvmm.open_exporter(
+            "pool", device="cpu", pool_bytes="64KiB", trace=files[0]
+        ) as exporter,
+        asyncvmm.connect("pool", device="cpu", rank=0, trace=files[1]) as consumer,
+    ):
+        tickets = await exporter.export({"x": torch.ones(4)}, key="copied")
+        await consumer.reconstruct(tickets["x"])
+        await tickets.acknowledgement
+        tickets = await exporter.export({"x": torch.ones(4)}, key="borrowed")
+        (await consumer.borrow(tickets["x"])).release()
+        await tickets.acknowledgement
+    chrome.join(files, tmp_path / "all.json")
+    trace = Trace(tmp_path / "all.json")
+    assert names(trace, "rank 0", ended="released") == ["copied", "borrowed"]
+    assert Counter((start, end) for start, end, _ in trace.arrows) == {
+        ("exporter pool", "rank 0"): 2,
+        ("rank 0", "exporter pool"): 2,
+    }
+
+
 async def test_what_is_released_and_still_viewed_is_shown(folder: Path, tmp_path: Path) -> None:
     """Kills the planted bug of a phase that hides who is really late: a view in a variable."""
     async with (

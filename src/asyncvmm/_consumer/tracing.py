@@ -35,17 +35,22 @@ class TracedCore(ConsumerCore):
                 self._begin(owner)
 
     def _begin(self, owner: wire.OwnerFrame) -> None:
-        life = self._timeline.begin(owner.slot, owner.generation, "delivered")
-        if not self.competes:  # a competitor's may go to another, who then has the arrow
-            life.arrows.append(("arrives", life.phases[0][0], f"to {self._who}"))
+        self._timeline.begin(owner.slot, owner.generation, "delivered")
+
+    def redeemed(self, message: wire.Redeemed) -> None:
+        super().redeemed(message)
+        owner = message.owner
+        if self.held.get(owner.slot) is owner:
+            self._timeline.begin(owner.slot, owner.generation, "in hand")
+
+    def put_back(self, owner: wire.OwnerFrame) -> None:
+        super().put_back(owner)
+        self._timeline.end(owner.slot, owner.key, bytes=owner.nbytes, ended="put back")
 
     def take(self) -> list[wire.OwnerFrame] | None:
         owners = super().take()
         for owner in owners or ():
             self._timeline.mark(owner.slot, "in hand")
-            life = self._timeline.open.get(owner.slot)
-            if self.competes and life is not None:
-                life.arrows.append(("arrives", life.since("in hand"), f"to {self._who}"))
         return owners
 
     def release(self, owner: wire.OwnerFrame, handle: bytes = b"", lane: int = 0) -> None:
@@ -61,6 +66,8 @@ class TracedCore(ConsumerCore):
     def _end(self, owner: wire.OwnerFrame, how: str, **facts: object) -> None:
         life = self._timeline.end(owner.slot, owner.key, bytes=owner.nbytes, ended=how, **facts)
         if life is not None and how != "lost":
+            # Only who settles an owner has its arrows: it may have been with others before.
+            life.arrows.append(("arrives", life.phases[0][0], f"to {self._who}"))
             # A nanosecond earlier, so that the arrow begins inside the slice.
             life.arrows.append(("leaves", life.over - 1, f"from {self._who}"))
 

@@ -13,6 +13,7 @@ from asyncvmm._core.slots import FILLING, FREE, SlotState, SlotTable
 from asyncvmm._exporter.lending import Lending
 from asyncvmm._exporter.room import Room, Waiter
 from asyncvmm._io.timeline import Life, Timeline
+from asyncvmm._types import Key
 
 
 def follow(exporter: Lending, timeline: Timeline) -> None:
@@ -72,11 +73,11 @@ class _Slots(SlotTable):
 
     def _add_arrows(self, life: Life, record: Record) -> None:
         """Draw one to each consumer when it is published, one back when the last let go."""
-        competes = isinstance(self._core.route, Competitors)
-        back = [*record.released, *(member for member, _ in record.refused)]
-        for member in (*back, *record.lost):
-            who = "" if competes else member
-            life.arrows.append(("leaves", life.since("held"), f"to {who}"))
+        back: list[Key] = [*record.released, *(member for member, _ in record.refused)]
+        out: list[Key] = [*back, *record.lost]
+        if isinstance(self._core.route, Competitors):
+            back, out = [""] * bool(back), [""]  # one of them has it, and may not know its name
+        for member in out:
+            life.arrows.append(("leaves", life.since("held"), f"to {member}"))
         for member in back:
-            who = "" if competes else member
-            life.arrows.append(("arrives", life.since("draining"), f"from {who}"))
+            life.arrows.append(("arrives", life.since("draining"), f"from {member}"))
