@@ -68,6 +68,8 @@ def _run(options: argparse.Namespace) -> int:
         seconds=options.seconds,
         patience=options.patience,
     )
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.touch()  # a place that cannot be written is found out now
     head = {
         "schema": SCHEMA,
         "machine": machine(),

@@ -30,14 +30,15 @@ class Run:
 
 
 class Notes:
-    """Keeps what a run says."""
+    """Keeps what a run says; interrupts it after its first turn if asked to."""
 
-    def __init__(self) -> None:
+    def __init__(self, interrupt: bool) -> None:
         self.notes: list[str] = []
-        self.steps = 0
+        self._interrupt = interrupt
 
     def step(self, text: str) -> None:
-        self.steps += 1
+        if self._interrupt:
+            raise KeyboardInterrupt
 
     def done(self) -> None:
         pass
@@ -63,7 +64,7 @@ def run(folder: Path) -> Callable[..., Run]:
     """Run transports through a workload on uvloop, rounds of some milliseconds."""
 
     def run(*transports: str, workload: Workload = TINY, **options: float) -> Run:
-        notes = Notes()
+        notes = Notes(bool(options.get("interrupt")))
         asked = Options(
             list(transports),
             [workload],

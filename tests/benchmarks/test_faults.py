@@ -55,6 +55,14 @@ def test_nothing_is_left_behind(run: Callable[..., Run], folder: Path) -> None:
     assert set(os.listdir("/dev/shm")) <= before
 
 
+@pytest.mark.slow
+def test_an_interrupted_run_leaves_nothing_behind(run: Callable[..., Run], folder: Path) -> None:
+    """Kills: ending only the lane whose turn it was."""
+    with pytest.raises(KeyboardInterrupt):
+        run("floor", "floor_loop", "asyncvmm", interrupt=True)
+    assert multiprocessing.active_children() == []
+
+
 def test_unknown_names_are_refused_with_those_that_exist() -> None:
     from benchmarks.cli import main
 

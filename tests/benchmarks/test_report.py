@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.cli import main
+from benchmarks.progress import Bar
 from benchmarks.rows import REQUIRED, SCHEMA, Row, row
 from benchmarks.setting import KIB, MIB
 from benchmarks.table import plain
@@ -163,6 +164,15 @@ def test_a_result_file_of_another_schema_is_refused(tmp_path: Path) -> None:
     file.write_text('{"schema": 0, "rows": []}')
     with pytest.raises(ValueError, match="schema 0"):
         main(["targets", str(file)])
+
+
+def test_a_bar_says_what_was_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    with Bar(2) as bar:
+        bar.step("closed_16KiB: floor, round 1")
+        bar.note("ucxx: skipped, it is not installed: pip install 'asyncvmm[bench]'")
+        bar.done()
+    assert "pip install 'asyncvmm[bench]'" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_plain_tables_line_up() -> None:
