@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 
@@ -27,7 +28,8 @@ class Me(Here):
 
 
 def play(here: Here) -> None:
-    """Do one step after another as the test says."""
+    """Do one step after another as the test says; what is logged counts as printed."""
+    logging.basicConfig(format="%(message)s")
     here.run(serve(Me(here)))
 
 
