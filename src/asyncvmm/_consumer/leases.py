@@ -128,7 +128,7 @@ class Leases:
                 self._open_again(lease.frame.slot)
             self._region.wait_ready(lease.frame.slot, stream)
             lease.waited += (stream,)
-            self.record_stream(lease, stream)
+            lease.add_stream(stream)
 
     def open_ready(self, slot: int, handle: bytes) -> None:
         """Open a slot's ready event; if the driver refuses, whoever asks for a view is told."""

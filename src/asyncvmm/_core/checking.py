@@ -11,6 +11,9 @@ from asyncvmm._core.layout import chunk_bytes, feature_bytes
 from asyncvmm._errors import InvalidTensorError, RemoteProtocolError
 from asyncvmm._types import ALIGNMENT, MAX_SLOTS, RegionInfo, SegmentInfo
 
+LAYOUTS = 128
+"""How many layouts of owners are remembered; a hostile exporter can make each fill a packet."""
+
 
 class Checking:
     """The segments of one pool and the owners that a consumer holds in it."""
@@ -23,6 +26,7 @@ class Checking:
         self._segments: dict[int, SegmentInfo] = {}
         self._failures: dict[int, str] = {}  # segments that could not be mapped here
         self._mapped: list[tuple[int, int]] = []
+        self._sizes: dict[tuple[wire.Feature, ...], int] = {}  # of chunks, by what is in them
 
     def _check_region(self, region: RegionInfo) -> None:
         if (
@@ -129,14 +133,27 @@ class Checking:
             raise RemoteProtocolError(
                 f"owner {owner.key!r} at [{start}, {end}) is not aligned to {ALIGNMENT} bytes"
             )
+        features = (*owner.features,)
+        found = self._sizes.get(features)
+        if found is None:
+            found = self._size_of(owner, features)
+        if found != nbytes:
+            raise RemoteProtocolError(
+                f"owner {owner.key!r} says {nbytes} bytes, but its features take {found}"
+            )
+
+    def _size_of(self, owner: wire.OwnerFrame, features: tuple[wire.Feature, ...]) -> int:
+        """Return the bytes of a chunk that holds these features; refuse what cannot be a chunk.
+
+        Kept, for an exporter sends the same few layouts again and again.
+        """
         try:
-            sizes = [feature_bytes(f.name, f.dtype, f.shape) for f in owner.features]
+            sizes = [feature_bytes(f.name, f.dtype, f.shape) for f in features]
         except InvalidTensorError as error:
             raise RemoteProtocolError(f"owner {owner.key!r}: {error}") from None
-        if chunk_bytes(sizes) != nbytes:
-            raise RemoteProtocolError(
-                f"owner {owner.key!r} says {nbytes} bytes, but its features take "
-                f"{chunk_bytes(sizes)}"
-            )
-        if len({f.name for f in owner.features}) != len(sizes):
+        if len({f.name for f in features}) != len(sizes):
             raise RemoteProtocolError(f"owner {owner.key!r} names a feature twice")
+        if len(self._sizes) >= LAYOUTS:
+            self._sizes.clear()
+        found = self._sizes[features] = chunk_bytes(sizes)
+        return found
