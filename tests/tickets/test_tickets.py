@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import pickle
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,6 +14,8 @@ import torch
 
 import asyncvmm
 from asyncvmm.testing import open_pair
+from asyncvmm.tickets import FeatureItem, FeatureRequest, FeatureTransport, restore_features
+from tests.api.books import until
 
 A = torch.arange(10, dtype=torch.float32)
 B = torch.arange(12, dtype=torch.int64).view(3, 4)
@@ -43,3 +49,58 @@ async def test_tickets_are_plain_data(way: str) -> None:
         assert found == dict(tickets)
         assert torch.equal(await pair.consumer.reconstruct(found["b"]), B)
         await tickets.acknowledgement
+
+
+async def test_the_timeline_of_a_consumer_shows_what_it_redeemed(tmp_path: Path) -> None:
+    """Kills: an owner that is redeemed and not begun in the trace, or put back and not ended."""
+    path = tmp_path / "trace.json"
+    name = f"@asyncvmm-traced-{os.getpid()}"
+    async with (
+        asyncvmm.open_exporter(name, device="cpu", pool_bytes="1MiB") as exporter,
+        asyncvmm.connect(name, device="cpu", rank=0, trace=path) as consumer,
+    ):
+        tickets = await exporter.export({"a": A}, key="borrowed and put back")
+        task = asyncio.get_running_loop().create_task(consumer.borrow(tickets["a"]))
+        await until(lambda: bool(consumer._core.asked))
+        task.cancel()
+        await asyncio.wait([task])
+        await until(lambda: not consumer._core.asked)
+        await consumer.reconstruct(tickets["a"])
+        await tickets.acknowledgement
+    data = await asyncio.to_thread(path.read_bytes)
+    assert b"put back" in data
+    assert b'"released"' in data
+
+
+async def test_tickets_go_through_a_consumer_that_reconnects() -> None:
+    name = f"@asyncvmm-again-{os.getpid()}"
+    void: list[asyncvmm.Ticket] = []
+    async with AsyncExitStack() as stack:
+        for number in range(2):
+            async with asyncvmm.open_exporter(name, device="cpu", pool_bytes="1MiB") as exporter:
+                if not number:
+                    consumer = await stack.enter_async_context(
+                        asyncvmm.connect(name, device="cpu", rank=0, reconnect=True)
+                    )
+                for ticket in void:
+                    with pytest.raises(asyncvmm.LostTicketError):
+                        await consumer.reconstruct(ticket)
+                await exporter.send({"a": A}, key=number)
+                with await consumer.receive() as batch:
+                    assert batch[0].key == number
+                for ticket in void:
+                    with pytest.raises(asyncvmm.ForeignTicketError):
+                        await consumer.reconstruct(ticket)
+                tickets = await exporter.export({"a": A, "b": B})
+                owner = await consumer.borrow(tickets.owner)
+                assert torch.equal(owner["b"], B)
+                owner.release()
+                other = await exporter.export({"a": A})
+                consumer.acknowledge(other["a"])
+                requests = [FeatureRequest([FeatureItem("image", A), FeatureItem("image", B)])]
+                async with FeatureTransport(exporter) as transport:
+                    await transport.prepare_for_dispatch(requests)
+                await restore_features(consumer, requests)
+                assert torch.equal(requests[0].items[1].feature, B)
+                await exporter.drain()
+                void = [tickets["a"]]

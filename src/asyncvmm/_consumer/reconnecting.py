@@ -182,6 +182,9 @@ class ReconnectingConsumer(ObjectReceiveStream[Batch]):
         if consumer is not None:
             consumer.acknowledge(ticket, count=count, group=group)
 
+    async def _to_device(self, value: object, stream: object) -> object:
+        return await (await self._present())._to_device(value, stream)
+
     async def _present(self) -> Consumer:
         while (consumer := self._look()) is None:
             await self._until_come()

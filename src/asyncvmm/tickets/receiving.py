@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from asyncvmm._consumer.consumer import Consumer
+from asyncvmm._consumer.reconnecting import ReconnectingConsumer
 from asyncvmm._groups import AttentionGroup
 from asyncvmm._ticket import Ticket
 from asyncvmm.tickets.requests import owners, places
 
 
 async def restore_features(
-    consumer: Consumer,
+    consumer: Consumer | ReconnectingConsumer,
     requests: Iterable[Any],
     *,
     count: int = 1,
@@ -37,7 +38,7 @@ async def restore_features(
 
 
 def abandon_features(
-    consumer: Consumer,
+    consumer: Consumer | ReconnectingConsumer,
     requests: Iterable[Any],
     *,
     count: int = 1,
