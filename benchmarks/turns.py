@@ -28,13 +28,7 @@ def flow(lane: Lane, workload: Workload, seconds: float) -> Numbers:
     report = lane.ask("stream", depth=depth, seconds=seconds)
     seen = lane.seen()
     numbers = _numbers(lane, report, seen)
-    if lane.setting.loop != "none":
-        lane.begin(beats=True)
-        beside = lane.ask("stream", depth=depth, seconds=seconds * GAP_SECONDS, beats=True)
-        gaps = [beside.gaps, *(each["gaps"] for each in lane.seen())]
-        ours, *theirs = [quantile(sorted(each), 0.99) * 1e3 if each else None for each in gaps]
-        numbers["gap_p99_ms"] = ours
-        numbers["consumer_gap_p99_ms"] = max((g for g in theirs if g is not None), default=None)
+    numbers |= _gaps(lane, "stream", depth=depth, seconds=seconds * GAP_SECONDS)
     numbers["wrong"] = wrong + _check(lane, depth)
     return numbers
 
@@ -48,7 +42,8 @@ def reuse(lane: Lane, workload: Workload, seconds: float) -> Numbers:
     numbers = _numbers(lane, report, seen)
     stamps = seen[0]["stamps"]
     waits = [woke - told for woke, told in zip(report.flow.settled, stamps, strict=False)]
-    return numbers | latency_fields(waits) | {"wrong": wrong}
+    numbers |= latency_fields(waits) | {"wrong": wrong}
+    return numbers | _gaps(lane, "stream", depth=1, seconds=seconds * GAP_SECONDS)
 
 
 def bursts(lane: Lane, workload: Workload, seconds: float) -> Numbers:
@@ -72,7 +67,7 @@ def bursts(lane: Lane, workload: Workload, seconds: float) -> Numbers:
     }
     if report.flow.device_peak:
         numbers["device_peak_mib"] = report.flow.device_peak / MIB
-    return numbers
+    return numbers | _gaps(lane, "bursts", burst=workload.burst, seconds=0.0)
 
 
 def connect(new: Callable[[], Lane]) -> Numbers:
@@ -99,6 +94,21 @@ TURNS: dict[str, Callable[[Lane, Workload, float], Numbers]] = {
     "reuse": reuse,
     "bursts": bursts,
 }
+
+
+def _gaps(lane: Lane, what: str, **how: Any) -> Numbers:
+    """Do it once more beside a heartbeat on each side's loop.
+
+    A consumer that rests does so on its loop, so its gaps are its own doing and are left out.
+    """
+    if lane.setting.loop == "none":
+        return {}
+    lane.begin(beats=True)
+    report = lane.ask(what, beats=True, **how)
+    gaps = [report.gaps, *(each["gaps"] for each in lane.seen())]
+    ours, *theirs = [quantile(sorted(each), 0.99) * 1e3 if each else None for each in gaps]
+    worst = max((gap for gap in theirs if gap is not None), default=None)
+    return {"gap_p99_ms": ours, "consumer_gap_p99_ms": None if lane.setting.work else worst}
 
 
 def _check(lane: Lane, depth: int) -> int:
