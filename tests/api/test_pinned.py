@@ -53,6 +53,21 @@ async def test_a_view_in_a_variable_is_named_where_the_variable_is(
     assert len(said(caplog)) == 1
 
 
+async def test_a_release_in_another_thread_is_seen_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Kills the planted bug of a facade without async whose users wait in silence."""
+    async with open_pair() as pair:
+        ack = await pair.exporter.send({"x": torch.ones(8)}, key="k")
+        owner = (await pair.consumer.receive())[0]
+        view = owner["x"]
+        await asyncio.to_thread(owner.release)
+        waiting = asyncio.create_task(pair.consumer.receive())
+        await until(lambda: bool(said(caplog)))
+        del view
+        await ack
+        await pair.exporter.send({"x": torch.ones(8)})
+        (await waiting).release()
+
+
 async def test_nothing_is_said_of_a_program_that_is_busy(caplog: pytest.LogCaptureFixture) -> None:
     """Kills the planted bug of a warning to who keeps a view because it still works on it."""
     async with open_pair() as pair:

@@ -158,8 +158,8 @@ class Leases:
             self.record_stream(lease, stream)
         here = threading.get_ident() == self._thread and self._lingering is None
         if not lease.say_done():
-            if here:
-                self.pinned.note()
+            if self._lingering is None:
+                self.pinned.note(here=here)
         elif here:
             self._settle(lease)
             self._pump()

@@ -8,6 +8,7 @@ nothing is wrong on either side.  So this is said, once, in the process where th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 
@@ -31,10 +32,14 @@ class Pinned:
         self._seen = frozenset[Lease]()  # kept at the last look, too
         self._told = False
 
-    def note(self) -> None:
-        """Note that an owner was released while a view of it was alive."""
+    def note(self, *, here: bool = True) -> None:
+        """Note that an owner was released while a view of it was alive; ``here``: by the loop."""
         if self._timer is None and not self._told:
-            self._timer = self._loop.call_later(PATIENCE, self._look)
+            if here:
+                self._timer = self._loop.call_later(PATIENCE, self._look)
+            else:
+                with contextlib.suppress(RuntimeError):  # the loop has ended, so nobody waits
+                    self._loop.call_soon_threadsafe(self.note)
 
     def _look(self) -> None:
         self._timer = None
