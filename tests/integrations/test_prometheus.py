@@ -232,6 +232,14 @@ async def test_metrics_and_snapshots_during_the_demo_agree_with_statistics(
     assert streamed.statistics.acknowledged == 6
 
 
+def test_a_metric_has_the_words_of_what_it_shows_in_its_name() -> None:
+    """Kills: one counter's name over another one's field, which agrees with itself everywhere."""
+    for name, field in {**POOL, **CONSUMER}.items():
+        assert set(field.split("_")) <= set(name.split("_")), (name, field)
+    assert len({*POOL.values()}) == len(POOL)
+    assert len({*CONSUMER.values()}) == len(CONSUMER)
+
+
 # -- what is written down ------------------------------------------------------------------------
 
 
