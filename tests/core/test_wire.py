@@ -6,13 +6,14 @@ import pickle
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncvmm._core import wire
+from asyncvmm._core import observation, wire
 from asyncvmm._errors import ArgumentError, RemoteProtocolError, VersionMismatchError
 from asyncvmm._types import RegionInfo, SegmentInfo
 
@@ -156,6 +157,36 @@ def test_a_list_in_a_message_is_copied_out_of_the_packet() -> None:
     assert message.owners[0].metadata == b"old"
 
 
+def snapshot() -> observation.Snapshot:
+    """Return one in which no two fields that could be confused have the same value."""
+    numbers = iter(range(1, 100))
+    pool: dict[str, Any] = {}
+    for name in observation.PoolLine.__struct_fields__:
+        if name == "device":
+            pool[name] = "cpu"
+        elif name == "slots":
+            pool[name] = observation.SlotLine(*(next(numbers) for _ in range(6)))
+        elif name in ("handoff", "release", "wait"):
+            pool[name] = observation.LatencyLine((next(numbers),), 0.5)
+        else:
+            pool[name] = float(next(numbers)) if name.endswith("_wait") else next(numbers)
+    owner = observation.OwnerLine("k", 1, 2, 256, "held", 0.5)
+    consumer = observation.ConsumerLine(0, 9, "open", False, 1, 2, 0.25, 3, 4, 5)
+    return observation.Snapshot(
+        b"e" * 16,
+        "n",
+        7,
+        1.5,
+        "compete",
+        observation.PoolLine(**pool),
+        "why",
+        [owner],
+        1,
+        [consumer],
+        1,
+    )
+
+
 GOLDEN: dict[str, tuple[wire.Message, str]] = {
     "hello": (wire.Hello(1, "n", "host"), "970101a16ea4686f7374c202c400"),
     "welcome": (
@@ -176,6 +207,14 @@ GOLDEN: dict[str, tuple[wire.Message, str]] = {
     "refuse": (wire.Refuse(1, 2, "r"), "940a0102a172"),
     "goodbye": (wire.Goodbye(), "930b00a0"),
     "observe": (wire.Observe(b"s"), "9214c40173"),
+    "snapshot": (
+        snapshot(),
+        "9c15c41065656565656565656565656565656565a16e07cb3ff8000000000000a7636f6d70657465"
+        "dc001ea36370750102030405060708090a0b960c0d0e0f101112cb403300000000000014cb403500"
+        "0000000000cb40360000000000001718191a1b1c1d1e1f929120cb3fe0000000000000929121cb3f"
+        "e0000000000000929122cb3fe0000000000000a37768799196a16b0102cd0100a468656c64cb3fe0"
+        "00000000000001919a0009a46f70656ec20102cb3fd000000000000003040501",
+    ),
     "redeem": (wire.Redeem(1, 2, b"p" * 16), "940d0102c410" + "70" * 16),
     "waive": (wire.Waive(1, 2, b"p" * 16, 3, 4), "960e0102c410" + "70" * 16 + "0304"),
     "put back": (wire.PutBack(1, 2), "930f0102"),
