@@ -211,6 +211,12 @@ class Pair:
         self.exporter.vanished(end.id)
         self.collect()
 
+    def resume(self, end: End) -> None:
+        """Give a consumer whose link was cut another one, for what it has to say."""
+        end.linked = True
+        end.core.resume(self.exporter.found_again(end.peer))
+        self.collect()
+
     def die(self, end: End) -> None:
         """Kill a consumer; what it said last is heard only if the test delivers it first."""
         self._cut(end)

@@ -398,3 +398,59 @@ def test_a_lost_link_leaves_what_was_taken_and_nothing_else() -> None:
     assert not core.outgoing, "there is nobody to tell"
     assert core.state is PeerState.CLOSED
     assert core.lose() == 0
+
+
+# -- another link -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("competes", [False, True])
+def test_another_link_hears_what_became_of_everything(competes: bool) -> None:
+    """Kills a word that is said for the wrong owner, said of what is held, or not at all.
+
+    Held and read, released, refused, unread when the link broke, and one that never came.
+    """
+    core = consumer(competes=competes)
+    for slot in range(4):
+        core.deliver(wire.Deliver([owner(slot=slot)]))
+    taken = [core.take() for _ in range(3)]
+    (read,), (released,), (refused,) = (batch for batch in taken if batch)
+    core.release(released, b"event", 7)
+    core.refuse(refused, "why not")
+    said(core)
+    assert core.lose() == 1
+    core.resume([(0, 1), (1, 1), (2, 1), (3, 1), (3, 2)])
+    assert core.state is PeerState.CLOSING
+    repeated = [wire.Release(1, 1, b"event", 7), wire.Refuse(2, 1, "why not")]
+    lost = [wire.Refuse(3, n, "it was lost with the link") for n in (1, 2)]
+    goodbye = wire.Goodbye(lingering=1)
+    if competes:  # unread ones go to another, because of the goodbye
+        assert said(core) == [wire.Take(0, 1), *repeated, goodbye]
+    else:
+        assert said(core) == [*repeated, *lost, goodbye]
+    core.release(read)
+    assert said(core) == [wire.Release(0, 1)]
+    assert core.lose() == 0
+
+
+def test_what_is_said_without_a_link_is_said_on_the_next_one() -> None:
+    """Kills a release that nobody heard."""
+    core = consumer()
+    core.deliver(wire.Deliver([owner(slot=0)]))
+    (read,) = core.take() or []
+    core.lose()
+    core.release(read, b"event", 2)
+    assert not core.outgoing
+    core.resume([(0, 1)])
+    assert said(core) == [wire.Release(0, 1, b"event", 2), wire.Goodbye()]
+
+
+def test_another_link_is_not_believed_to_name_what_cannot_be() -> None:
+    """Kills a slot that is used before it was checked."""
+    core = consumer()
+    core.lose()
+    with pytest.raises(RemoteProtocolError, match="slot 99"):
+        core.resume([(0, 1), (99, 1)])
+    assert core.state is PeerState.CLOSED
+    assert not core.outgoing
+    core.resume([(0, 7)])
+    assert said(core) == [wire.Refuse(0, 7, "it was lost with the link"), wire.Goodbye()]

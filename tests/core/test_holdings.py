@@ -8,7 +8,7 @@ from asyncvmm._core import wire
 from asyncvmm._core.ledger import PeerState, Record
 from asyncvmm._core.slots import SlotState
 from asyncvmm._errors import LocalProtocolError
-from asyncvmm._types import Broadcast, Outcome
+from asyncvmm._types import Broadcast, Compete, Outcome
 from tests.core.pair import End, Pair
 
 HELD, DRAINING, QUARANTINED = SlotState.HELD, SlotState.DRAINING, SlotState.QUARANTINED
@@ -108,6 +108,58 @@ def test_a_vanished_rank_may_come_back_as_a_newcomer(pair: Pair) -> None:
     assert later.outcome == Outcome(released=(0,))
     assert pair.exporter.slots.states[record.slot] is QUARANTINED
     assert record.holders == {old.id}
+
+
+def test_another_link_ends_the_quarantine_and_a_release_the_rest(pair: Pair) -> None:
+    """Kills a count of the absent that is wrong, and a peer that stays for ever or goes early."""
+    end, other = both(pair)
+    records = [pair.send(to=0), pair.send(to=0)]
+    pair.settle()
+    (read,) = pair.take(end) or []
+    states = pair.exporter.slots.states
+    pair.vanish(end)
+    assert [states[record.slot] for record in records] == [QUARANTINED, QUARANTINED]
+    assert presence(pair, end) == (PeerState.CLOSING, True, 1)
+    pair.resume(end)
+    assert [states[record.slot] for record in records] == [HELD, HELD]
+    assert presence(pair, end) == (PeerState.CLOSING, False, 0)
+    pair.settle()
+    assert records[1].outcome == Outcome(refused=((0, "it was lost with the link"),))
+    later = pair.send()
+    pair.settle()
+    assert later.holders == {other.id}, "nothing new comes on such a link"
+    pair.vanish(end)
+    assert states[records[0].slot] is QUARANTINED
+    pair.resume(end)
+    pair.release(end, read)
+    pair.settle()
+    assert records[0].outcome == Outcome(released=(0,))
+    assert end.id in pair.exporter.peers
+    pair.vanish(end)
+    assert end.id not in pair.exporter.peers
+    assert presence(pair, end) == (PeerState.CLOSED, False, 0)
+
+
+def test_another_link_of_a_competitor_gives_up_what_it_had_not_taken() -> None:
+    """Kills a batch that two begin, and one that nobody does."""
+    pair = Pair(Compete())
+    end = pair.attach(window=3)
+    records = [pair.send() for _ in range(3)]
+    pair.settle()
+    (first,) = pair.take(end) or []
+    end.up.clear()  # nobody hears that it was taken
+    other = pair.attach()
+    pair.vanish(end)
+    pair.resume(end)
+    pair.settle()
+    assert [record.holders for record in records] == [{end.id}, {other.id}, {other.id}]
+    pair.release(end, first)
+    read_all(pair, other)
+    assert [record.outcome.released for record in records] == [
+        (end.member,),
+        (other.member,),
+        (other.member,),
+    ]
 
 
 # -- fences that fail -------------------------------------------------------------------------

@@ -89,6 +89,8 @@ greetings = st.one_of(
     st.builds(wire.Rejected, texts, texts, st.lists(st.integers(-9, 9), max_size=64)),
     st.just(wire.Attached()),
     st.builds(wire.Observe, st.binary(max_size=1024)),
+    st.builds(wire.Resume, st.binary(min_size=16, max_size=16), naturals, st.binary(max_size=1024)),
+    st.builds(wire.Resumed, st.lists(st.tuples(naturals, naturals), max_size=9)),
 )
 DECODERS: dict[str, Callable[[bytes], object]] = {
     "from consumer": wire.decode_from_consumer,
@@ -223,6 +225,8 @@ GOLDEN: dict[str, tuple[wire.Message, str]] = {
         wire.Redeemed(wire.OwnerFrame(1, 2, 0, 256, "k", [wire.Feature("a", "bool", (3,))])),
         "921197010200cd0100a16b9193a161a4626f6f6c9103c400",
     ),
+    "resume": (wire.Resume(b"e" * 16, 3), "9416c410" + "65" * 16 + "03c400"),
+    "resumed": (wire.Resumed([(1, 2)]), "921791920102"),
 }
 
 
@@ -299,6 +303,8 @@ def test_a_field_out_of_bounds_is_refused(what: str) -> None:
     [
         wire.Hello(2**63, "n" * 1024, "k" * 1024, window=wire.MAX_WINDOW, secret=b"s" * 1024),
         wire.Hello(None, None, "", window=1),
+        wire.Resume(b"e" * 16, BIG, b"s" * 1024),
+        wire.Resumed([(BIG, BIG)] * 1024),
         wire.Welcome(b"e" * 16, BIG, BIG, RegionInfo("cuda", 2**63, 2**63, 2**63), BIG, debug=True),
         wire.Rejected("r" * 1024, "t" * 1024, [-1] * 64),
         wire.Release(BIG, BIG, b"h" * 64, 65535),
@@ -339,7 +345,7 @@ def test_each_side_may_say_only_its_own_messages(direction: str) -> None:
         others = [wire.Take(0, 1), wire.Release(0, 1), wire.Refuse(0, 1, ""), wire.PutBack(0, 1)]
         others += [wire.Redeem(0, 1, b"p" * 16), wire.Waive(0, 1, b"p" * 16)]
     others += [wire.Hello(0, None, "host"), wire.Rejected("", ""), wire.Attached()]
-    others += [wire.Observe()]
+    others += [wire.Observe(), wire.Resume(b"e" * 16, 0), wire.Resumed([])]
     for message in others:
         assert refused_or_read(DECODERS[direction], wire.frame([wire.encode(message)]))
 
@@ -354,6 +360,11 @@ def test_each_side_may_say_only_its_own_messages(direction: str) -> None:
         wire.Hello(2**70, None, "host"),
         wire.Welcome(b"short", 0, 0, RegionInfo("host", 1, 1, 1), 0),
         wire.Rejected("rank", "t" * 1025),
+        wire.Resume(b"e" * 15, 0),
+        wire.Resume(b"e" * 16, -1),
+        wire.Resume(b"e" * 16, 0, b"s" * 1025),
+        wire.Resumed([(0, -1)]),
+        wire.Resumed([(0, 1)] * 1025),
     ],
 )
 def test_a_greeting_that_the_other_end_would_refuse_is_refused_here(

@@ -107,6 +107,11 @@ def owners(chance: random.Random) -> list[Any]:
     return [owner(chance) for _ in range(chance.choice([0, 1, 1, 1, 2]))]
 
 
+def held(chance: random.Random) -> list[Any]:
+    count = chance.choice([0, 1, 2, 4, 4, 1025 if chance.random() < 0.1 else 5])
+    return [[slot(chance), generation(chance)] for _ in range(count)]
+
+
 MESSAGES: dict[Side, dict[int, list[Draw]]] = {
     "consumer": {
         1: [one_of(0, 1, 1, 1, 2, None), one_of(None, "x"), one_of("host", "any", "cuda"),
@@ -116,6 +121,10 @@ MESSAGES: dict[Side, dict[int, list[Draw]]] = {
         10: [slot, generation, one_of(*TEXTS)],
         11: [natural, one_of(*TEXTS)],
         12: [],
+        13: [slot, generation, octets(16)],
+        14: [slot, generation, octets(16), natural, natural],
+        15: [slot, generation],
+        22: [octets(16), one_of(0, 1, 2, 3, 1 << 62), octets(1024)],
         20: [octets(1024)],
     },
     "exporter": {
@@ -126,6 +135,9 @@ MESSAGES: dict[Side, dict[int, list[Draw]]] = {
         6: [slot, octets(64)],
         7: [owners],
         11: [natural, one_of(*TEXTS)],
+        16: [slot, generation, one_of(*TEXTS)],
+        17: [owner],
+        23: [held],
         21: [octets(16), one_of(*TEXTS), natural, natural, one_of(*TEXTS), value, one_of(*TEXTS),
              value, natural, value, natural],
     },
@@ -160,6 +172,16 @@ def packet(chance: random.Random, side: Side) -> bytes:
         version = wire.VERSION if chance.random() < 0.8 else chance.randrange(65536)
         data = wire._HEADER.pack(wire.MAGIC, version) + data
     return mutated(chance, data) if kind > 0.95 else data[:200_000]
+
+
+def answer(chance: random.Random) -> list[tuple[bytes, int]]:
+    """Return packets, each with its number of descriptors, to a consumer that comes back."""
+    kind = chance.random()
+    tag = 23 if kind < 0.7 else 3 if kind < 0.9 else chance.choice(list(MESSAGES["exporter"]))
+    first = [tag, *(draw(chance) for draw in MESSAGES["exporter"][tag])]
+    data = wire._HEADER.pack(wire.MAGIC, wire.VERSION) + msgspec.msgpack.encode(first)
+    others = [(packet(chance, "exporter"), chance.choice([0, 0, 0, 1])) for _ in range(3)]
+    return [(mutated(chance, data) if kind < 0.1 else data, 0), *others[: chance.randrange(4)]]
 
 
 def mutated(chance: random.Random, data: bytes) -> bytes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from asyncvmm._core import wire
+from asyncvmm._errors import RemoteProtocolError
 from asyncvmm._types import RegionInfo, SegmentInfo
 from tests.process import grammar
 from tests.process.raw import PAGE, memfd, packet, welcome
@@ -19,8 +20,9 @@ HELLO = wire.encode_greeting(wire.Hello(1, None, "host"))
 OBSERVE = wire.encode_greeting(wire.Observe())
 ATTACHED = wire.encode_greeting(wire.Attached())
 REGION = RegionInfo("host", 4 * PAGE, PAGE, 4)
-STAGES = ["cold", "greeted", "observing", "attached", "attached", "attached"]
-"""How far a connection has come before it misbehaves; an exporter does not know the third."""
+STAGES = ["cold", "greeted", "observing", "attached", "attached", "attached", "back"]
+"""How far a connection has come before it misbehaves; an exporter knows neither the third nor the
+last, where a consumer has lost its link and come back."""
 
 GONE = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError, TimeoutError)
 
@@ -64,16 +66,30 @@ class Plan:
         )
 
 
+def connected(address: str) -> socket.socket:
+    """Return a socket to an exporter."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(5)
+    sock.connect(address)
+    return sock
+
+
+def came_back(greeting: bytes) -> bytes:
+    """Return the greeting of a consumer that was welcomed with that one before."""
+    welcome = wire.decode_greeting(greeting)
+    assert isinstance(welcome, wire.Welcome)
+    return wire.encode_greeting(wire.Resume(welcome.exporter, welcome.peer))
+
+
 def attack_exporter(address: str, plan: Plan) -> int:
     """Come as a consumer, further or less far, and misbehave; return the packets sent."""
     sent = 0
     with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock,
+        contextlib.ExitStack() as stack,
         contextlib.suppress(*GONE),
         memfd(PAGE) as fd,
     ):
-        sock.settimeout(5)
-        sock.connect(address)
+        sock = stack.enter_context(connected(address))
         if plan.stage == "observing":
             put(sock, OBSERVE)
             if not read(sock):
@@ -81,11 +97,20 @@ def attack_exporter(address: str, plan: Plan) -> int:
             sent += 1
         elif plan.stage != "cold":
             put(sock, HELLO)
-            if not read(sock) or not read(sock):  # the welcome and the segment, or refused
+            greeting = read(sock)
+            if not greeting or not read(sock):  # the welcome and the segment, or refused
                 return 1
             sent += 1
-        if plan.stage == "attached":
+        if plan.stage in ("attached", "back"):
             put(sock, ATTACHED)
+            sent += 1
+        if plan.stage == "back":
+            sock.settimeout(0.05)
+            with contextlib.suppress(TimeoutError):
+                read(sock)  # a batch, where there is one for everybody
+            sock.close()
+            sock = stack.enter_context(connected(address))
+            put(sock, came_back(greeting))
             sent += 1
         for data, fds in plan.packets:
             put(sock, data, [fd] * fds)
@@ -97,12 +122,34 @@ def attack_exporter(address: str, plan: Plan) -> int:
     return sent
 
 
+def accept(listener: socket.socket, chance: random.Random) -> socket.socket:
+    """Accept the next consumer; answer those that only come back, one way or another.
+
+    Raises TimeoutError if nobody new comes within the listener's patience.
+    """
+    while True:
+        sock = listener.accept()[0]
+        sock.settimeout(5)
+        with contextlib.suppress(*GONE):
+            if not _comes_back(read(sock)):
+                return sock
+            with memfd(PAGE) as fd:
+                for data, fds in grammar.answer(chance):
+                    put(sock, data, [fd] * fds)
+        sock.close()
+
+
+def _comes_back(hello: bytes) -> bool:
+    try:
+        return isinstance(wire.decode_greeting(hello), wire.Resume)
+    except RemoteProtocolError:
+        return False  # it hung up
+
+
 def attack_consumer(sock: socket.socket, plan: Plan) -> int:
-    """Be the exporter of a consumer that has connected; return the packets sent."""
+    """Be the exporter of a consumer that has said hello; return the packets sent."""
     sent = 0
     with sock, contextlib.suppress(*GONE), memfd(PAGE) as fd:
-        sock.settimeout(5)
-        read(sock)
         if plan.stage != "cold":
             put(sock, welcome(REGION, 2))
             put(sock, packet(wire.Segment(SegmentInfo(0, 0, PAGE))), [fd])

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 
 import asyncvmm
+from asyncvmm._core import wire
 from asyncvmm._types import Route
 from asyncvmm.cli.observing import Watch
 from tests.process.harness import until
 from tests.process.patterns import features, note, wrong
 from tests.process.ports import PausingPort, UnmappablePort
 from tests.process.puppet import PR_SET_PDEATHSIG, Me
-from tests.process.sessions import Plan, attack_consumer, attack_exporter
+from tests.process.raw import RawConsumer
+from tests.process.sessions import Plan, accept, attack_consumer, attack_exporter
 
 PR_SET_DUMPABLE = 4
 PR_SET_NO_NEW_PRIVS = 38
@@ -491,6 +493,36 @@ async def close_socket(me: Me) -> None:
     os.close(me.consumer._link._fd)
 
 
+async def break_link(me: Me) -> None:
+    """Have the consumer's connection end, as a fault of the kernel's or of ours might end it."""
+    me.consumer._link._sock.shutdown(socket.SHUT_RDWR)
+    await until(lambda: me.consumer.statistics().losses == 1)
+
+
+async def break_link_of_current(me: Me) -> None:
+    """Do the same to a consumer that reconnects, and have it told of the loss."""
+    consumer: Any = me.consumer
+    consumer._current._link._sock.shutdown(socket.SHUT_RDWR)
+    await until(lambda: me.consumer.statistics().losses == 1)
+    with contextlib.suppress(asyncvmm.PeerLostError):
+        consumer.receive_nowait()
+
+
+async def identity(me: Me) -> bytes:
+    """Return what the exporter's consumers know it by."""
+    return me.exporter._connections.handshake.identity
+
+
+async def claim(me: Me, address: str, identity: bytes, peer: int, secret: str = "") -> str:
+    """Claim to be a consumer whose link broke; return why that is not believed."""
+    with RawConsumer.to(address) as raw:
+        await raw.send(wire.encode_greeting(wire.Resume(identity, peer, secret.encode())))
+        packet = await raw.packet()
+        assert packet is not None
+        answer = wire.decode_greeting(packet)
+        return answer.reason if isinstance(answer, wire.Rejected) else ""
+
+
 async def statistics(me: Me) -> dict[str, int]:
     """Return the numbers of this process's consumer."""
     state = me.consumer.statistics()
@@ -556,7 +588,10 @@ async def pose(me: Me, address: str, seed: int, connections: int) -> int:
         listener.bind(address)
         listener.listen()
         for _ in range(connections):
-            sent += attack_consumer(listener.accept()[0], Plan.of(chance, "exporter"))
+            sent += attack_consumer(accept(listener, chance), Plan.of(chance, "exporter"))
+        listener.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            accept(listener, chance).close()  # the last ones may come back, too
     os.unlink(address)
     return sent
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 import asyncvmm
 from asyncvmm.testing import Counters
 from tests.process.harness import until
-from tests.process.sessions import Plan, attack_consumer, attack_exporter
+from tests.process.sessions import Plan, accept, attack_consumer, attack_exporter
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -90,24 +91,32 @@ def test_no_exporter_can_harm_a_consumer(runner: asyncio.Runner, folder: Path) -
         listener.bind(address)
         listener.listen()
 
-        async def session(plan: Plan) -> None:
+        async def session(plan: Plan, chance: random.Random) -> None:
+            over = threading.Event()
+
             def attack() -> None:
-                attack_consumer(listener.accept()[0], plan)
+                listener.settimeout(10)
+                attack_consumer(accept(listener, chance), plan)
+                listener.settimeout(0.02)
+                while not over.is_set():  # it may come back to give back what it holds
+                    with contextlib.suppress(TimeoutError):
+                        accept(listener, chance).close()
 
             attacking = asyncio.ensure_future(asyncio.to_thread(attack))
             with contextlib.suppress(asyncvmm.AsyncVMMError):
                 async with asyncio.timeout(10), asyncvmm.connect(address, rank=0) as consumer:
                     async for batch in consumer:
                         batch.release()
+            over.set()
             await attacking
 
-        runner.run(session(Plan("attached", [], patient=True)))
+        runner.run(session(Plan("attached", [], patient=True), random.Random(1)))
         before = Counters.of()
 
         @little
         @given(chances)
         def sessions(chance: random.Random) -> None:
-            runner.run(session(Plan.of(chance, "exporter")))
+            runner.run(session(Plan.of(chance, "exporter"), random.Random(chance.random())))
             after = Counters.of()
             assert after.mappings == 0
             assert after.descriptors == before.descriptors

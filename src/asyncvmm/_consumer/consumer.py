@@ -7,6 +7,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from anyio.abc import ObjectReceiveStream
 
@@ -36,6 +37,9 @@ from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch
 from asyncvmm._tensors import DevicePort
 from asyncvmm._types import Key
+
+if TYPE_CHECKING:
+    from asyncvmm._consumer.resuming import Resuming
 
 logger = logging.getLogger("asyncvmm.consumer")
 
@@ -76,6 +80,7 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._leases.pinned.waits = lambda: bool(self._waiters)
         self._on_news: Callable[[], None] = lambda: None  # receive_nowait may say something new
+        self._resuming: Resuming | None = None
         self._lost: AsyncVMMError | None = None
         self._unread_lost = 0
         self._closed = False
@@ -90,8 +95,7 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
         """Return the next batch, waiting for it.
 
         Raises EndOfStream after the exporter's goodbye, PeerLostError if it vanished (also for
-        batches that were still unread then), ClosedError after ``aclose``.  Cancelled, it loses
-        no batch: the next call gets it.
+        batches still unread), ClosedError after ``aclose``.  Cancelled, it loses no batch.
         """
         if self._burst >= BURST:
             # Who receives in a loop and never has to wait would keep the event loop.
@@ -187,33 +191,35 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
 
     def _on_end(self, error: Exception | None) -> None:
         """The socket is gone: after a goodbye that is the end, otherwise the exporter is lost."""
-        self._stop_watching()
-        end = loss(error, "the exporter hung up without a goodbye")
-        if self._core.ended and isinstance(end, PeerLostError):
-            self._core.state = PeerState.CLOSED
-            self._pump()
-            self._tell()
-            self._wake_redeemers()
+        resuming = self._resuming
+        self._core.resumable = resuming is not None and resuming.may_be(error)
+        self._lose(loss(error, "the exporter hung up without a goodbye"))
+        if resuming is not None and self._core.resumable:
+            resuming.begin()
         else:
-            self._lose(end)
+            self._stop_watching()
 
     def _on_death(self) -> None:
         if not self._link.closed:
             self._link.read_pending()
-        if not self._core.ended:
-            self._lose(PeerLostError("the exporter's process died", peer="exporter"))
+        self._lose(PeerLostError("the exporter's process died", peer="exporter"))
         self._link.abort()
         self._stop_watching()
+        if self._resuming is not None:
+            self._resuming.stop()
         self._tell()
 
     def _lose(self, error: AsyncVMMError) -> None:
-        if self._lost is None and not self._closed:
-            unread = self._unread_lost = self._core.lose()
-            if isinstance(error, PeerLostError):
-                error.lost = unread
-            if unread:
-                error.add_note(f"{unread} batches had been delivered and not received")
-        self._lost = self._lost or error
+        """Note the end of the link, which is no loss if the exporter had said goodbye."""
+        orderly = self._core.ended and isinstance(error, PeerLostError)
+        if not orderly and self._lost is None:
+            if not self._closed:
+                unread = self._unread_lost = self._core.lose()
+                if isinstance(error, PeerLostError):
+                    error.lost = unread
+                if unread:
+                    error.add_note(f"{unread} batches had been delivered and not received")
+            self._lost = error
         self._core.state = PeerState.CLOSED
         self._pump()
         self._tell()
@@ -246,9 +252,10 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
             outgoing.clear()
             if not core.held:
                 self._link.flush()  # nothing more can join it, and somebody may wait for it
-        idle = not core.inbox and not self._leases.live
-        if core.state is PeerState.CLOSED and self._attached and idle:
-            self._region.close()  # the last owner is back (inv. 15)
+        if core.state is not PeerState.OPEN and not core.inbox and not self._leases.live:
+            if core.state is PeerState.CLOSED and self._attached and not core.resumable:
+                self._region.close()  # the last owner is back (inv. 15)
+            self._tell()
 
     def close(self) -> None:
         """Mark a forked child's copy as unusable; not for users: leave the ``async with``."""
@@ -270,12 +277,16 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
         self._core.leave([lease.frame for lease in left])
         self._pump()
         try:
-            if not self._link.closed:
-                async with asyncio.timeout(GOODBYE_SECONDS):
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                if not self._link.closed:
                     await self._until()
+                if self._resuming is not None:
+                    await self._resuming.looked()
         except TimeoutError:
             logger.warning("the exporter did not answer a goodbye within %s s", GOODBYE_SECONDS)
         finally:
+            if self._resuming is not None:
+                self._resuming.stop()
             self._stop_watching()
             left = self._leases.finish()
             self._pump()
@@ -290,7 +301,7 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
 
     def _linger(self, left: list[Lease]) -> None:
         sock = None if self._link.closed else close_after_fork(self._link.detach())
-        self._leases.linger(Lingering(sock, self._region, left).settle)
+        self._leases.linger(Lingering(sock, self._region, left, self._leases.lane).settle)
 
     def _stop_watching(self) -> None:
         if self._watch is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from asyncvmm._consumer.consumer import Consumer
 from asyncvmm._consumer.loss import loss
@@ -21,6 +21,8 @@ from asyncvmm._io.link import Link
 from asyncvmm._io.listener import connect as connect_socket
 from asyncvmm._io.liveness import DeathWatch, PeerIdentity, identify
 from asyncvmm._io.names import Address
+
+AnswerT = TypeVar("AnswerT", wire.Welcome, wire.Resumed)
 
 FDS_PER_PACKET = 1
 """Each segment travels in a packet of its own (inv. 12)."""
@@ -122,10 +124,10 @@ class Handshake:
         if not self._told.done():
             self._told.set_result(None)
 
-    async def welcome(self) -> wire.Welcome:
+    async def answer(self, kind: type[AnswerT]) -> AnswerT:
         """Wait for the exporter's answer; a refusal raises the error that it names."""
         await self._told
-        if isinstance(self._answer, wire.Welcome):
+        if isinstance(self._answer, kind):
             return self._answer
         if isinstance(self._answer, wire.Rejected):
             raise_rejection(self._answer)
@@ -137,6 +139,7 @@ class Handshake:
 
     def hand_over(self, consumer: Consumer) -> None:
         """Give the link to the consumer, and read on."""
+        consumer._stop_watching()
         consumer._watch, self.watch = self.watch, None
         self._consumer = consumer
         if self._ended:

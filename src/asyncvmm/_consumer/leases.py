@@ -223,13 +223,14 @@ class Leases:
             return
         frame = lease.frame
         handle, lane = b"", 0
-        if lease.streams and not lease.reason and self._core.state is not PeerState.CLOSED:
+        heard = self._core.state is not PeerState.CLOSED or self._core.resumable
+        if lease.streams and not lease.reason and heard:
             try:
                 handle = self._region.record_release(frame.slot, lease.streams)
             except BackendError as error:
                 self._put_off(lease, error)
                 return
-            lane = self._lane(lease.streams)
+            lane = self.lane(lease.streams)
         lease.done = True
         del self.live[frame.slot]
         if lease.reason:
@@ -245,7 +246,7 @@ class Leases:
             self._due = True
             self._loop.call_later(AGAIN_SECONDS, self._sweep)
 
-    def _lane(self, streams: tuple[int, ...]) -> int:
+    def lane(self, streams: tuple[int, ...]) -> int:
         """Return a small number for the stream that the release was recorded on.
 
         0 is for releases without an event.  65,535 lanes are shared once they are used up: that

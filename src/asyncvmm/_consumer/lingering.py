@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from asyncvmm._backends.base import ConsumerRegion
 from asyncvmm._consumer.lease import Lease
@@ -25,9 +25,14 @@ class Lingering:
     """Settles what is left of a closed consumer."""
 
     def __init__(
-        self, sock: socket.socket | None, region: ConsumerRegion, leases: Iterable[Lease]
+        self,
+        sock: socket.socket | None,
+        region: ConsumerRegion,
+        leases: Iterable[Lease],
+        lane: Callable[[tuple[int, ...]], int],
     ) -> None:
         self._sock = sock
+        self._lane = lane
         self._region = region
         self._left = set(leases)
         self._unsent: list[bytes] = []
@@ -54,7 +59,8 @@ class Lingering:
         try:
             if lease.streams:
                 handle = self._region.record_release(frame.slot, lease.streams)
-            release = wire.Release(frame.slot, frame.generation, handle, int(bool(lease.streams)))
+            lane = self._lane(lease.streams) if lease.streams else 0
+            release = wire.Release(frame.slot, frame.generation, handle, lane)
             self._unsent.append(wire.encode(release))
             assert self._sock is not None
             self._sock.send(wire.frame(self._unsent), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)

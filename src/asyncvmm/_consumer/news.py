@@ -29,6 +29,11 @@ class News:
             if not future.done():
                 future.set_result(None)
 
+    async def _heard(self) -> None:
+        future = self._loop.create_future()
+        self._told.append(future)
+        await future
+
     async def _until(self, segments: int | None = None) -> None:
         """Wait for the exporter's goodbye, its loss, or a number of mapped segments."""
         while self._lost is None and not self._core.ended:
@@ -36,18 +41,20 @@ class News:
                 return
             if self._core.state is PeerState.CLOSED:
                 return
-            future = self._loop.create_future()
-            self._told.append(future)
-            await future
+            await self._heard()
 
     async def _until_hung_up(self) -> None:
         """Wait for the end of the link."""
         while not self._link.closed:
-            future = self._loop.create_future()
-            self._told.append(future)
-            await future
+            await self._heard()
+
+    async def _until_nothing_held(self) -> None:
+        """Wait until every owner is back, or nobody can be told any more."""
+        while self._leases.live and not self._link.closed:
+            await self._heard()
 
     @property
     def _idle(self) -> bool:
         """True once nothing comes any more and nothing is held."""
-        return self._link.closed and not self._core.inbox and not self._leases.live
+        over = self._link.closed and not self._core.resumable
+        return over and not self._core.inbox and not self._leases.live

@@ -11,6 +11,7 @@ from typing import Generic, Literal, TypedDict, TypeVar, Unpack, cast, overload
 from asyncvmm._consumer.consumer import Consumer
 from asyncvmm._consumer.handshake import Handshake, reach
 from asyncvmm._consumer.reconnecting import ReconnectingConsumer
+from asyncvmm._consumer.resuming import Resuming
 from asyncvmm._consumer.tracing import TracedCore, follow
 from asyncvmm._core import wire
 from asyncvmm._core.consumer import ConsumerCore
@@ -153,10 +154,16 @@ class connect(Generic[ConsumerT]):
         address = await asyncio.to_thread(resolve, self._name)
         handshake = await reach(address, self._greeting, self._users, wait=wait)
         try:
-            return await self._attach(handshake, await handshake.welcome())
+            welcome = await handshake.answer(wire.Welcome)
+            consumer = await self._attach(handshake, welcome)
         except BaseException:
             handshake.give_up()
             raise
+        greeting = wire.Resume(welcome.exporter, welcome.peer, self._hello.secret)
+        consumer._resuming = Resuming(
+            consumer, address, wire.encode_greeting(greeting), self._users
+        )
+        return consumer
 
     async def _attach(self, handshake: Handshake, welcome: wire.Welcome) -> Consumer:
         """Map the exporter's segments and say so."""

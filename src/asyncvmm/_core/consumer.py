@@ -29,6 +29,8 @@ class ConsumerCore(Checking):
         self.outgoing: list[bytes] = []
         self.asked: set[tuple[int, int]] = set()  # owners whose tickets were shown, unanswered
         self.answers: list[wire.OwnerFrame | wire.Denied] = []  # to be taken by the shell
+        self.said: dict[int, bytes] = {}  # slot -> the last word on an owner in it
+        self.resumable = False  # the link is gone, and may be had again for what is owed
         self.ended = False  # the exporter said goodbye
         self.reason = ""
         self.delivered = 0
@@ -117,17 +119,13 @@ class ConsumerCore(Checking):
         """Say that an owner is done with; exactly once (inv. 6)."""
         self._settle(owner)
         self.released += 1
-        if self.state is not PeerState.CLOSED:
-            message = wire.Release(owner.slot, owner.generation, handle, lane)
-            self.outgoing.append(wire.encode(message))
+        self._say(owner, wire.Release(owner.slot, owner.generation, handle, lane))
 
     def refuse(self, owner: wire.OwnerFrame, reason: str) -> None:
         """Say that an owner was never used, and why; exactly once (inv. 6)."""
         self._settle(owner)
         self.refused += 1
-        if self.state is not PeerState.CLOSED:
-            message = wire.Refuse(owner.slot, owner.generation, wire.clip(reason))
-            self.outgoing.append(wire.encode(message))
+        self._say(owner, wire.Refuse(owner.slot, owner.generation, wire.clip(reason)))
 
     # -- tickets -----------------------------------------------------------------------------
 
@@ -145,8 +143,13 @@ class ConsumerCore(Checking):
         """Say that an owner that was asked for was not read; it may be asked for again."""
         self._settle(owner)
         self._generations[owner.slot] = owner.generation - 1
+        self._say(owner, wire.PutBack(owner.slot, owner.generation))
+
+    def _say(self, owner: wire.OwnerFrame, message: wire.Message) -> None:
+        """Say what became of an owner, and keep that for a link that breaks meanwhile."""
+        data = self.said[owner.slot] = wire.encode(message)
         if self.state is not PeerState.CLOSED:
-            self.outgoing.append(wire.encode(wire.PutBack(owner.slot, owner.generation)))
+            self.outgoing.append(data)
 
     def _settle(self, owner: wire.OwnerFrame) -> None:
         if self.held.pop(owner.slot, None) is not owner:
@@ -179,6 +182,29 @@ class ConsumerCore(Checking):
         for owners in self.inbox:
             for owner in owners:
                 del self.held[owner.slot]
+                self.said.pop(owner.slot, None)
         self.inbox.clear()
         self.asked.clear()
         return unread
+
+    def resume(self, holds: Sequence[tuple[int, int]]) -> None:
+        """Say on another link what may have been lost with the one that broke.
+
+        ``holds`` is what the exporter believes is held here: what is, stays so; what was settled
+        is said again; what never came, or was lost unread, is refused.  Under Compete that goes
+        to another, for the goodbye gives up all that was not taken.
+        """
+        for slot, _ in holds:
+            self.check_slot(slot)
+        self.state = PeerState.CLOSING
+        for slot, generation in holds:
+            owner = self.held.get(slot)
+            if owner is not None and owner.generation == generation:
+                if self.competes:
+                    self.outgoing.append(wire.encode(wire.Take(slot, generation)))
+            elif generation == self._generations[slot] and slot in self.said:
+                self.outgoing.append(self.said[slot])
+            elif not self.competes:
+                refusal = wire.Refuse(slot, generation, "it was lost with the link")
+                self.outgoing.append(wire.encode(refusal))
+        self.outgoing.append(wire.encode(wire.Goodbye(lingering=len(self.held))))

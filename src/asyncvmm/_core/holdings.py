@@ -73,6 +73,18 @@ class Holdings(Loans):
             for record in peer.holds.values():
                 self._review(record)
 
+    def found_again(self, peer: Peer) -> list[tuple[int, int]]:
+        """Note that a peer has a link again, to say what became of what it holds; return that.
+
+        It is slots and generations, for what it said before may have been lost with the old link.
+        """
+        if peer.absent:
+            peer.absent = False
+            for record in peer.holds.values():
+                self._review(record)
+            self._absent -= 1
+        return [(record.slot, record.generation) for record in peer.holds.values()]
+
     def _close(self, peer: Peer) -> None:
         if peer.absent:
             peer.absent = False

@@ -21,6 +21,8 @@ from msgspec import Meta
 from asyncvmm._core.observation import MAX_SECRET as MAX_SECRET
 from asyncvmm._core.observation import Observe as Observe
 from asyncvmm._core.observation import Snapshot as Snapshot
+from asyncvmm._core.resuming import Resume as Resume
+from asyncvmm._core.resuming import Resumed as Resumed
 from asyncvmm._core.ticket_messages import Denied as Denied
 from asyncvmm._core.ticket_messages import PutBack as PutBack
 from asyncvmm._core.ticket_messages import Redeem as Redeem
@@ -182,7 +184,7 @@ class Goodbye(msgspec.Struct, array_like=True, frozen=True, tag=11):
 
 FromConsumer: TypeAlias = Take | Release | Refuse | Goodbye | Redeem | Waive | PutBack
 FromExporter: TypeAlias = Segment | Unmap | Ready | Deliver | Goodbye | Denied | Redeemed
-Greeting: TypeAlias = Hello | Welcome | Rejected | Attached | Observe | Snapshot
+Greeting: TypeAlias = Hello | Welcome | Rejected | Attached | Observe | Snapshot | Resume | Resumed
 Message: TypeAlias = Greeting | FromConsumer | FromExporter
 
 _encoder = msgspec.msgpack.Encoder()

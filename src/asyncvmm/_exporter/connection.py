@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncvmm._core.ledger import Peer
+from asyncvmm._core.ledger import Peer, PeerState
 from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch, PeerIdentity
 
@@ -41,6 +41,11 @@ class Connection:
         """Name the consumer and its process, for messages."""
         member = self.peer.member if self.peer else None
         return f"consumer {member!r:.80} (pid {self.identity.pid})"
+
+    @property
+    def opened(self) -> bool:
+        """True while its consumer is open."""
+        return self.peer is not None and self.peer.state is PeerState.OPEN
 
     def stop_deadline(self) -> None:
         """It said what it had to say in time."""

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 
 from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core import wire
@@ -22,6 +23,7 @@ from asyncvmm._exporter.access import Access
 from asyncvmm._exporter.connection import Connection
 from asyncvmm._exporter.handshake import Handshake
 from asyncvmm._exporter.observing import Observers
+from asyncvmm._exporter.resuming import resume
 from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch, PeerIdentity
 from asyncvmm._types import SegmentInfo
@@ -81,6 +83,7 @@ class Connections:
             admitted=self._admit,
             opened=self._on_open,
             rejected=self._on_reject,
+            take_over=partial(resume, core=core, known=self.open, ended=self._on_end),
             observers=observers,
         )
 
@@ -237,8 +240,7 @@ class Connections:
     async def share(self, segment: SegmentInfo) -> None:
         """Send a new segment to every consumer that is open; the others get it as they open."""
         for conn in list(self.open.values()):
-            has = segment.index in conn.segments
-            if not has and conn.peer is not None and conn.peer.state is PeerState.OPEN:
+            if conn.opened and segment.index not in conn.segments:
                 await self._guard(conn, self.handshake.send_segment(conn, segment))
 
     def coming(self) -> bool:
@@ -250,10 +252,7 @@ class Connections:
 
     def attached(self) -> int:
         """Return how many consumers are open now."""
-        return sum(
-            conn.peer is not None and conn.peer.state is PeerState.OPEN
-            for conn in self.open.values()
-        )
+        return sum(conn.opened for conn in self.open.values())
 
     async def wait_attached(self, count: int) -> None:
         """Wait until at least ``count`` consumers are open at once."""

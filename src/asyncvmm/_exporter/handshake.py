@@ -37,6 +37,7 @@ class Handshake:
 
     ``spawn`` runs a coroutine for the exporter, ``admitted`` is told of a consumer that got a
     seat, ``opened`` of one to which deliveries have begun, ``rejected`` of one to hang up on.
+    ``take_over`` puts a connection in the place of a broken one.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Handshake:
         admitted: Callable[[Connection], None],
         opened: Callable[[Connection], None],
         rejected: Callable[[Connection], None],
+        take_over: Callable[[Connection, wire.Resume, bytes], wire.Resumed],
         observers: Observers,
     ) -> None:
         self.identity = os.urandom(16)
@@ -64,6 +66,7 @@ class Handshake:
         self._admitted = admitted
         self._opened = opened
         self._rejected = rejected
+        self._take_over = take_over
         self.observers = observers
 
     def check_user(self, conn: Connection) -> bool:
@@ -86,6 +89,9 @@ class Handshake:
             if isinstance(hello, wire.Observe):
                 self._check_secret(hello.secret)
                 return self.observers.answer(conn)
+            if isinstance(hello, wire.Resume):
+                self._check_secret(hello.secret)
+                return self._resume(conn, hello)
             if not isinstance(hello, wire.Hello) or conn in self.observers:
                 raise RemoteProtocolError(f"a peer began with a {type(hello).__name__}")
             self._check(hello)
@@ -120,6 +126,13 @@ class Handshake:
     def _check_secret(self, secret: bytes) -> None:
         if not hmac.compare_digest(secret, self._access.secret):
             raise AccessDeniedError("the consumer's secret is not the exporter's")
+
+    def _resume(self, conn: Connection, message: wire.Resume) -> None:
+        """Let a consumer whose link broke say what became of what it holds."""
+        answer = self._take_over(conn, message, self.identity)
+        self._admitted(conn)
+        conn.link.post(wire.encode_greeting(answer))
+        conn.link.flush()
 
     async def _welcome(self, conn: Connection, peer: Peer) -> None:
         """Send the pool, segment by segment; nothing is delivered before they are mapped."""

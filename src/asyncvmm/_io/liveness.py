@@ -76,6 +76,30 @@ def _owned(ask: Callable[[], int]) -> OwnedFd | None:
         return None
 
 
+def same_process(one: PeerIdentity, other: PeerIdentity) -> bool:
+    """Say whether both are one process that lives; False also if that cannot be told.
+
+    A pid names one process for as long as that lives.  From another pid namespace it is 0; then
+    the pidfd's inode tells, which is the process's own since Linux 6.9.
+    """
+    if one.pidfd is None or other.pidfd is None or has_ended(one.pidfd):
+        return False
+    if one.pid > 0 or other.pid > 0:
+        return one.pid == other.pid
+    first, second = os.fstat(one.pidfd.fileno()), os.fstat(other.pidfd.fileno())
+    with OwnedFd(os.eventfd(0, os.EFD_CLOEXEC)) as anonymous:
+        if os.fstat(anonymous.fileno()).st_dev == first.st_dev:
+            return False  # an inode that all such files share
+    return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
+
+
+def has_ended(pidfd: OwnedFd) -> bool:
+    """Say whether a process is gone, at once."""
+    poll = select.poll()
+    poll.register(pidfd.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
+
+
 class DeathWatch:
     """Tells once, from the loop, that a process is gone.  Takes the pidfd."""
 
@@ -94,9 +118,7 @@ class DeathWatch:
     def dead(self) -> bool:
         """Say whether the process is gone, at once; after :meth:`close`, as it was then."""
         if not self._dead and self._number >= 0:
-            poll = select.poll()
-            poll.register(self._number, select.POLLIN)
-            self._dead = bool(poll.poll(0))
+            self._dead = has_ended(self._pidfd)
         return self._dead
 
     def close(self) -> None:
