@@ -181,12 +181,9 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
 
     def _map(self, message: wire.Segment, fds: list[OwnedFd]) -> None:
         try:
-            self._segments.map(message, fds)
+            self._segments.map(message, fds, attached=self._attached)
         except BackendError as error:
-            if self._attached:
-                self._segments.refuse(message.info, error)
-            else:
-                self._lose(error)
+            self._lose(error)
         self._tell()
 
     def _on_end(self, error: Exception | None) -> None:
@@ -195,19 +192,17 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
         self._core.resumable = resuming is not None and resuming.may_be(error)
         self._lose(loss(error, "the exporter hung up without a goodbye"))
         if resuming is not None and self._core.resumable:
-            resuming.begin()
-        else:
-            self._stop_watching()
+            return resuming.begin()
+        self._stop_watching()
 
     def _on_death(self) -> None:
         if not self._link.closed:
             self._link.read_pending()
-        self._lose(PeerLostError("the exporter's process died", peer="exporter"))
         self._link.abort()
         self._stop_watching()
+        self._lose(PeerLostError("the exporter's process died", peer="exporter"))
         if self._resuming is not None:
             self._resuming.stop()
-        self._tell()
 
     def _lose(self, error: AsyncVMMError) -> None:
         """Note the end of the link, which is no loss if the exporter had said goodbye."""
@@ -266,8 +261,8 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
     async def aclose(self) -> None:
         """Leave: what is unread is refused (under Compete it goes to another), the rest released.
 
-        Owners whose views are still alive are given back when the views are gone, even after
-        the event loop has ended.  Cancelled, it hangs up at once; nothing is lost by that.
+        Owners whose views are alive are given back when the views are gone, also after the event
+        loop has ended.  Cancelled, it hangs up at once; nothing is lost by that.
         """
         if self._closed or self._forked:
             return
@@ -302,8 +297,3 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
     def _linger(self, left: list[Lease]) -> None:
         sock = None if self._link.closed else close_after_fork(self._link.detach())
         self._leases.linger(Lingering(sock, self._region, left, self._leases.lane).settle)
-
-    def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None

@@ -9,6 +9,7 @@ from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._core.ledger import PeerState
 from asyncvmm._errors import AsyncVMMError
 from asyncvmm._io.link import Link
+from asyncvmm._io.liveness import DeathWatch
 
 
 class News:
@@ -18,6 +19,7 @@ class News:
     _loop: asyncio.AbstractEventLoop
     _lost: AsyncVMMError | None
     _link: Link
+    _watch: DeathWatch | None
     _leases: Leases
 
     def __init__(self) -> None:
@@ -52,6 +54,11 @@ class News:
         """Wait until every owner is back, or nobody can be told any more."""
         while self._leases.live and not self._link.closed:
             await self._heard()
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     @property
     def _idle(self) -> bool:

@@ -9,9 +9,10 @@ from asyncvmm._core import wire
 from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._errors import BackendError
 from asyncvmm._fds import OwnedFd
+from asyncvmm._logs import Once, kind_of
 from asyncvmm._types import SegmentInfo
 
-logger = logging.getLogger("asyncvmm.consumer")
+once = Once(logging.getLogger("asyncvmm.consumer"))
 
 
 class Segments:
@@ -22,8 +23,20 @@ class Segments:
         self._region = region
         self._stuck: dict[int, SegmentInfo] = {}  # those that could not be unmapped, by index
 
-    def map(self, message: wire.Segment, fds: list[OwnedFd]) -> None:
-        """Map a segment.  Raises BackendError if it cannot be; the core does not know it then."""
+    def map(self, message: wire.Segment, fds: list[OwnedFd], *, attached: bool) -> None:
+        """Map a segment; if that fails, others can perhaps, so only what lies in it is refused.
+
+        Raises BackendError instead where we are not ``attached`` yet and so hold up nobody.
+        """
+        try:
+            self._map(message, fds)
+        except BackendError as error:
+            if not attached:
+                raise
+            once.warning(kind_of(error), "a new segment cannot be mapped: %s", error)
+            self._core.add_segment(message.info, failure=str(error))
+
+    def _map(self, message: wire.Segment, fds: list[OwnedFd]) -> None:
         info = message.info
         self._core.check_segment(info)
         handle: OwnedFd | bytes = fds.pop(0) if fds else message.handle
@@ -43,11 +56,6 @@ class Segments:
                 self._region.unmap(index)
                 del self._stuck[index]
 
-    def refuse(self, info: SegmentInfo, error: BackendError) -> None:
-        """Note that others can map it and we cannot: what lies in it is refused, and why."""
-        logger.warning("a new segment of the pool cannot be mapped: %s", error)
-        self._core.add_segment(info, failure=str(error))
-
     def unmap(self, index: int) -> None:
         """Unmap a segment; one that cannot be stays mapped until its place or the end comes."""
         mapped = self._core.has_mapped(index)
@@ -56,5 +64,5 @@ class Segments:
             try:
                 self._region.unmap(index)
             except BackendError as error:
-                logger.warning("a segment that was given back stays mapped for now: %s", error)
+                once.warning(kind_of(error), "a segment given back stays mapped for now: %s", error)
                 self._stuck[index] = info
