@@ -30,6 +30,9 @@ MOST_THREADS = 12
 MOST_GROWTH = 16 << 20
 """Bytes that a victim's memory may grow by after the first rounds."""
 
+MOST_BLOCKS = 2_000
+"""Blocks that its interpreter may have given out more, of some hundred thousand."""
+
 
 FOREVER = 1e6
 """Seconds that a victim may serve: until it is told to stop."""
@@ -53,16 +56,25 @@ class Watch:
         self.victim = victim
         self.result = result
         self.before: Counters | None = None
+        self.blocks = 0
 
-    def round(self, number: int) -> None:
-        """Look at it once it is warm."""
+    async def round(self, number: int) -> None:
+        """Look at it once it is warm.
+
+        Failed connections leave cycles of exceptions and frames, and a process with as much in it
+        as torch brings looks for cycles so seldom that they would be taken for a leak.
+        """
+        blocks = await self.victim.call(steps.blocks)
         if number == 3 or self.before is None:
-            self.before = self.victim.counters()
+            self.before, self.blocks = self.victim.counters(), blocks
 
-    def finish(self) -> None:
+    async def finish(self) -> None:
         """Note what is not as it was."""
+        blocks = await self.victim.call(steps.blocks)
         after, problems = self.victim.counters(), self.result.problems
         assert self.before is not None
+        if blocks - self.blocks > MOST_BLOCKS:
+            problems.append(f"blocks: {self.blocks:,} became {blocks:,}")
         if after.descriptors != self.before.descriptors:
             problems.append(f"descriptors: {self.before.descriptors} became {after.descriptors}")
         if after.threads > MOST_THREADS:
@@ -99,10 +111,10 @@ async def fuzz_exporter(
         result.connections += CONNECTIONS
         await peers.end(attacker)
         await victim.call(steps.free_of, attacker.pid)
-        watch.round(number)
+        await watch.round(number)
         number += 1
     result.seconds = time.monotonic() - began
-    watch.finish()
+    await watch.finish()
     await victim.call(steps.stop)
     fed = [await each for each in feeds]
     last = peers.start()  # takes what waits for the attackers' rank, so that all comes back
@@ -137,10 +149,10 @@ async def fuzz_consumer(
         for end, count in ends.items():
             result.ends[end] = result.ends.get(end, 0) + count
         await peers.end(attacker)
-        watch.round(number)
+        await watch.round(number)
         number += 1
     result.seconds = time.monotonic() - began
-    watch.finish()
+    await watch.finish()
     if victim.counters().mappings:
         result.problems.append(f"{victim.counters().mappings} parts of pools are still mapped")
     await peers.end(victim)
