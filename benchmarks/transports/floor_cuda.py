@@ -131,10 +131,11 @@ class ProducerMemory:
         self._released.append(_open(sock.recv(_HANDLE * self._setting.depth)))
 
     def fill(self, slot: int, features: Sequence[torch.Tensor]) -> None:
-        """Queue the copies; several in one launch."""
+        """Queue the copy by its driver call; several in one launch of torch's, which is less."""
         targets = self._targets[slot]
         if len(targets) == 1:
-            targets[0].copy_(features[0], non_blocking=True)
+            address, source = targets[0].data_ptr(), features[0]
+            driver.cuMemcpyAsync(address, source.data_ptr(), source.nbytes, self._stream)
         else:
             torch._foreach_copy_(targets, list(features), non_blocking=True)
 
