@@ -155,10 +155,10 @@ def about() -> dict[str, Any]:
     return {
         "commit": git("rev-parse", "HEAD"),
         "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "processors": os.cpu_count(),
         "nice": os.nice(0),
-        "command": " ".join(["python -m tests.soak", *sys.argv[1:]]),
+        "command": " ".join(["python -m tests.soak", *(Path(a).name for a in sys.argv[1:])]),
     }
