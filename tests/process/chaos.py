@@ -81,7 +81,9 @@ class Chaos:
         """Start an exporter, and two consumers of it, unless they have survived the last one."""
         self.generation += 1
         self.exporter = self.peers.start()
-        await self.exporter.call(steps.open_exporter, self.name, self.ranks, self.options)
+        # On a busy machine a send may wait so long that the exporter would explain it in the log.
+        options = {"explain_after": FOREVER, **(self.options or {})}
+        await self.exporter.call(steps.open_exporter, self.name, self.ranks, options)
         seed = self.chance.randrange(1 << 30)
         self.producing = self.exporter.begin_long(
             FOREVER, steps.produce, self.generation, seed, 100_000, self.ranks, self.wild
