@@ -90,7 +90,7 @@ def test_the_floor_of_a_gpu_on_the_standin_driver(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "benchmarks", "run", "--transports", transport)
     subprocess.run(
         [*command, "--workloads", "closed_20x1MiB,fanout_2_broadcast", *options],
-        env=standin.environment(tmp_path / "state"),
+        env=standin.environment(tmp_path / "state", {"OMP_NUM_THREADS": "1"}),
         cwd=standin.ROOT,
         check=True,
     )
