@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
+import os
 import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 import asyncvmm
+from asyncvmm._core.observation import PoolLine, Snapshot
+from asyncvmm._exporter.observing import snapshot
+from asyncvmm.cli.demo import exporter_side, images, model
+from asyncvmm.cli.demo.plan import Plan
+from asyncvmm.cli.loops import LoopChoice
+from asyncvmm.cli.observing import Watch
 from asyncvmm.testing import open_pair
 from tests.process import steps
 from tests.process.conftest import folder, nursery, peers
@@ -31,6 +42,7 @@ from asyncvmm.integrations.prometheus import ExporterMetrics  # noqa: E402 - see
 __all__ = ["folder", "nursery", "peers"]
 
 ROOT = Path(__file__).parent.parent.parent
+DEMO = f"@asyncvmm-metrics-demo-{os.getpid()}"
 DATA = {"x": torch.arange(10)}
 Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -192,15 +204,13 @@ async def test_a_quarantined_rank_and_its_successor_are_one_sample(peers: Peers)
 
 
 @pytest.mark.slow
-async def test_metrics_and_snapshots_during_the_demo_agree_with_statistics(
+def test_top_and_metrics_during_the_demo_agree_with_statistics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At each of its acknowledgements, all three ways of looking say the same."""
-    from asyncvmm._exporter.observing import snapshot
-    from asyncvmm.cli.demo import exporter_side, images, model
-    from asyncvmm.cli.demo.plan import Plan
-    from asyncvmm.cli.loops import LoopChoice
+    """At each of its acknowledgements, and from outside all the time.
 
+    Kills: numbers that are right only while nothing happens.
+    """
     opened: list[Any] = []
     enter = asyncvmm.open_exporter.__aenter__
 
@@ -216,20 +226,46 @@ async def test_metrics_and_snapshots_during_the_demo_agree_with_statistics(
         nonlocal looks
         exporter, metrics = opened[0]
         agrees(scrape(metrics), exporter)
-        pool, statistics = snapshot(exporter).pool, exporter.statistics()
-        for name in ("published", "acknowledged", "used_bytes", "waiting", "waits", "copies"):
-            assert getattr(pool, name) == getattr(statistics, name)
-        assert pool.slots.free == statistics.slots.free
+        pool = msgspec.convert(exporter.statistics(), PoolLine, from_attributes=True)
+        still = {"oldest_wait": 0.0}  # the only number that time alone changes
+        assert replace(snapshot(exporter).pool, **still) == replace(pool, **still)
         looks += 1
 
-    plan = Plan(
-        "@asyncvmm-metrics-demo", "cpu", ("cpu",), "broadcast", 6, None, False, LoopChoice.AUTO
-    )
+    plan = Plan(DEMO, "cpu", ("cpu",), "broadcast", 6, None, False, LoopChoice.AUTO)
     streamer = exporter_side.Streamer(plan, images.Frames(), model.build_encoder("cpu"), look)
-    streamed = await streamer.run()
+    over = threading.Event()
+    seen: list[Snapshot] = []
+    outside = threading.Thread(target=look_from_outside, args=(over, seen))
+    outside.start()
+    try:
+        streamed = asyncio.run(streamer.run())
+    finally:
+        over.set()
+        outside.join()
     assert looks == 6
     assert streamed.statistics is not None
     assert streamed.statistics.acknowledged == 6
+    assert seen
+    for before, after in itertools.pairwise(seen):
+        assert before.pool.published <= after.pool.published <= 6
+    for each in seen:
+        slots, pool = each.pool.slots, each.pool
+        states = slots.free, slots.filling, slots.held, slots.draining, slots.quarantined
+        assert sum(states) == slots.total == plan.slots
+        assert pool.used_bytes + pool.free_bytes == pool.pool_bytes
+        assert pool.published - pool.acknowledged == slots.held + slots.draining
+        assert each.owners_out == slots.total - slots.free
+
+
+def look_from_outside(over: threading.Event, seen: list[Snapshot]) -> None:
+    """Look at the demo as ``asyncvmm top`` does until it is over."""
+    while not over.wait(0.02):
+        with (
+            contextlib.suppress(asyncvmm.AsyncVMMError),
+            contextlib.closing(Watch([DEMO])) as watch,
+        ):
+            while not over.wait(0.02):
+                seen += [each.now for each in watch.look(5.0) if each.now is not None]
 
 
 def test_a_metric_has_the_words_of_what_it_shows_in_its_name() -> None:
