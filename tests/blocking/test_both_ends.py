@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -239,6 +240,29 @@ def test_iteration_ends_with_the_exporters_goodbye(name: str) -> None:
             consumer.receive(SECONDS)
     assert list(consumer) == []
     consumer.close()
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+def test_a_poll_learns_of_the_end_with_nobody_waiting(name: str, orderly: bool) -> None:
+    """Kills the planted bug of an end that is told to receivers only: the loop polls for ever."""
+
+    def fail() -> None:
+        with blocking.open_exporter(name, device="cpu", pool_bytes="64KiB"):
+            consumers.append(blocking.connect(name, device="cpu", rank=0).__enter__())
+            assert consumers[0].poll() is None
+            assert consumers[0].poll() is None
+            if not orderly:
+                raise ZeroDivisionError
+
+    def poll() -> bool:
+        return bool(consumers[0].poll())
+
+    consumers: list[blocking.Consumer] = []
+    with nullcontext() if orderly else pytest.raises(ZeroDivisionError):
+        fail()
+    with pytest.raises(asyncvmm.EndOfStream if orderly else asyncvmm.PeerLostError):
+        until(poll)
+    consumers[0].close()
 
 
 def test_a_closed_consumer_says_so(name: str) -> None:

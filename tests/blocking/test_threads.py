@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import asyncvmm
-from asyncvmm import TensorSpec, blocking
+from asyncvmm import Broadcast, TensorSpec, blocking
 from asyncvmm._errors import LocalProtocolError
 from asyncvmm.testing import FakeDevice, FakePort
 from tests.blocking.conftest import loop_threads
@@ -231,6 +231,25 @@ def test_a_consumer_may_go_on_with_the_next_exporter(name: str, polling: bool) -
         send(exporter, 2)
         assert following() == 2
         consumer.close()
+
+
+def test_a_poll_learns_what_keeps_it_out_of_the_next_exporter(name: str) -> None:
+    """Kills the planted bug of a search whose failure nobody is told of."""
+
+    def poll() -> bool:
+        return bool(consumer.poll())
+
+    first = blocking.open_exporter(name, device="cpu", pool_bytes="64KiB", route=Broadcast(2))
+    with first:
+        opening = blocking.connect(name, device="cpu", rank=1, reconnect=True)
+        consumer = opening.__enter__()
+        assert consumer.poll() is None
+    with (
+        blocking.open_exporter(name, device="cpu", pool_bytes="64KiB"),
+        pytest.raises(asyncvmm.RankError),
+    ):
+        until(poll)
+    consumer.close()
 
 
 def test_the_facade_lacks_nothing_that_the_async_twins_have() -> None:
