@@ -10,14 +10,15 @@ match: it renumbers the tracks and puts the parts together.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any, TypeAlias
+
+import msgspec
 
 from asyncvmm._errors import ArgumentError
 from asyncvmm._io.timeline import Life, Timeline
@@ -39,40 +40,54 @@ def write(timeline: Timeline) -> None:
     A disk that is full must not hide how the program ended: it is logged, not raised.
     """
     try:
-        _replace(timeline.path, trace(timeline))
+        _replace(timeline.path, _events(timeline), [_about(timeline)])
     except OSError as error:
         logger.error("the trace %s could not be written: %s", timeline.path, error)
 
 
-def _replace(path: Path, content: Event) -> None:
+def _replace(path: Path, events: Iterable[Event], about: list[Event]) -> int:
+    """Write a file event by event: neither all of it in memory, nor the interpreter held long."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    count = 0
     try:
-        part.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
+        with open(part, "wb") as file:
+            file.write(b'{"displayTimeUnit":"ns","otherData":')
+            file.write(msgspec.json.encode({"asyncvmm": about}))
+            file.write(b',"traceEvents":[')
+            for event in events:
+                file.write(b",\n" if count else b"\n")
+                file.write(msgspec.json.encode(event))
+                count += 1
+            file.write(b"\n]}\n")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+    return count
 
 
-def trace(timeline: Timeline) -> Event:
-    """Return the whole trace of one end, ready for JSON."""
+def _events(timeline: Timeline) -> Iterator[Event]:
     process = os.getpid()
     now = monotonic_ns()
-    lives = [*timeline.lives, *timeline.open.values()]
-    events = [_name("process_name", process, 0, f"{timeline.title}, pid {process}")]
-    for life in lives:
-        events += _slices(life, process, now)
-        events += [_arrow(life, process, timeline.identity, arrow) for arrow in life.arrows]
-    for slot in sorted({life.slot for life in lives}):
-        events.append(_name("thread_name", process, slot, f"slot {slot}"))
+    slots = set[int]()
+    yield _name("process_name", process, 0, f"{timeline.title}, pid {process}")
+    for life in (*timeline.lives, *timeline.open.values()):
+        slots.add(life.slot)
+        yield from _slices(life, process, now)
+        for arrow in life.arrows:
+            yield _arrow(life, process, timeline.identity, arrow)
+    for slot in sorted(slots):
+        yield _name("thread_name", process, slot, f"slot {slot}")
     lanes = _lanes(timeline.waits)
     for (began, ended, nbytes), lane in zip(timeline.waits, lanes, strict=True):
-        facts = {"bytes": nbytes}
-        events.append(_slice("wait", process, WAITING + lane, began, ended, facts))
+        yield _slice("wait", process, WAITING + lane, began, ended, {"bytes": nbytes})
     for lane in sorted(set(lanes)):
-        events.append(_name("thread_name", process, WAITING + lane, f"waits for room {lane}"))
-    about = {
+        yield _name("thread_name", process, WAITING + lane, f"waits for room {lane}")
+
+
+def _about(timeline: Timeline) -> Event:
+    return {
         "title": timeline.title,
-        "pid": process,
+        "pid": os.getpid(),
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
         "lives": timeline.ended,
         "unfinished": len(timeline.open),
@@ -80,11 +95,6 @@ def trace(timeline: Timeline) -> Event:
         "waits": timeline.waited,
         "dropped_waits": timeline.waited - len(timeline.waits),
     }
-    return _document(events, [about])
-
-
-def _document(events: list[Event], about: list[Event]) -> Event:
-    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"asyncvmm": about}}
 
 
 def _name(what: str, process: int, track: int, name: str) -> Event:
@@ -171,13 +181,12 @@ def join(parts: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -
             "the parts were written on different hosts, or before and after a restart; their "
             "clocks have nothing to do with each other, so look at them one by one"
         )
-    _replace(Path(out), _document(events, about))
-    return len(events)
+    return _replace(Path(out), events, about)
 
 
 def _read(path: Path) -> Event:
     try:
-        part: Event = json.loads(path.read_bytes())
+        part: Event = msgspec.json.decode(path.read_bytes())
         part["otherData"]["asyncvmm"], part["traceEvents"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ArgumentError(

@@ -17,9 +17,9 @@ from typing import Literal, TypeAlias
 
 from asyncvmm._errors import ArgumentError
 
-MOST_LIVES = 50_000
-"""Owners kept, and waits kept.  A life takes about half a kilobyte, so this bounds the memory of
-a timeline to some 30 MB; the file has about a kilobyte for each."""
+MOST_LIVES = 20_000
+"""Owners kept, and waits kept.  A life takes about 1.5 kilobytes, so this bounds the memory of a
+timeline to some 30 MB; the file has about a kilobyte for each."""
 
 Way: TypeAlias = Literal["leaves", "arrives"]
 
