@@ -87,7 +87,7 @@ def _mentioned(kind: Any) -> Iterator[type[msgspec.Struct]]:
             msgspec.inspect.ListType(item_type=item) | msgspec.inspect.VarTupleType(item_type=item)
         ):
             yield from _mentioned(item)
-        case msgspec.inspect.UnionType(types=kinds):
+        case msgspec.inspect.UnionType(types=kinds) | msgspec.inspect.TupleType(item_types=kinds):
             for each in kinds:
                 yield from _mentioned(each)
 
@@ -149,6 +149,8 @@ def _type(kind: Any) -> str:
             return f"array of {_type(item)}" + (f", at most {most:,}" if most else "")
         case msgspec.inspect.VarTupleType(item_type=item):
             return f"array of {_type(item)}"
+        case msgspec.inspect.TupleType(item_types=items):
+            return "array of " + " and ".join(_type(item) for item in items)
         case msgspec.inspect.UnionType(types=kinds):
             return " or ".join(_type(each) for each in kinds)
         case msgspec.inspect.LiteralType(values=values):
