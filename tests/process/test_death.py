@@ -424,6 +424,32 @@ async def test_an_exporters_death_is_seen_while_a_child_of_it_lives(
     await take_the_name(peers, "pool")
 
 
+async def test_a_name_is_free_while_a_child_of_the_dead_exporter_has_its_socket(
+    peers: Peers,
+) -> None:
+    """The child was forked past Python and accepts nobody.
+
+    Kills: a name that stays taken by a process that is dead, and a consumer that waits for an
+    answer of nobody.
+    """
+    peer = peers.start()
+    await peer.call(steps.open_exporter, "pool", 1)
+    child = await peer.call(steps.fork, False)
+    try:
+        await peer.killed()
+        with pytest.raises(asyncvmm.ExporterNotFoundError):
+            async with asyncio.timeout(5):
+                await asyncvmm.connect("pool", device="cpu", rank=0).__aenter__()
+        waiting = asyncio.ensure_future(
+            asyncvmm.connect("pool", device="cpu", rank=0, wait=True).__aenter__()
+        )
+        await turns(20)
+        async with asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB"):
+            await (await waiting).aclose()
+    finally:
+        kill(child)
+
+
 @pytest.mark.parametrize("hooks", [True, False], ids=["os.fork", "fork"])
 async def test_a_consumers_death_is_seen_while_a_child_of_it_lives(
     peers: Peers, hooks: bool

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import asyncvmm
 from asyncvmm import BackendError
+from asyncvmm._io.names import resolve
+from asyncvmm.testing.counters import pool_mappings
 from tests.process.harness import until
 from tests.process.patterns import features, note, wrong
 from tests.process.ports import WatchedPort
+from tests.process.raw import RawConsumer
 
 PAGE = 4096
 ELASTIC: dict[str, Any] = {"pool_bytes": PAGE, "max_pool_bytes": 2 * PAGE, "slots": 4}
@@ -20,10 +26,14 @@ class Refusing:
 
     def __init__(self, *calls: str) -> None:
         self.calls = set(calls)
+        self.after = 0
+        """How many calls are let through first."""
         self.refused = 0
 
     def __call__(self, name: str) -> None:
-        if name in self.calls:
+        if name in self.calls and self.after:
+            self.after -= 1
+        elif name in self.calls:
             self.refused += 1
             raise BackendError(f"{name} was refused", call=name, code="EAGAIN")
 
@@ -69,3 +79,50 @@ async def test_a_consumer_that_cannot_unmap_goes_on(folder: Path) -> None:
         assert refusing.refused == 2
         assert wrong(first[0]) == ""
         first.release()
+
+
+async def test_a_segment_that_one_consumer_cannot_be_given_is_withdrawn(folder: Path) -> None:
+    """The exporter lacks a descriptor for the second rank: the pool stays at its size for both.
+
+    Kills: a rank that is hung up on for its exporter's lack, a pool that half of the ranks have,
+    a segment that stays mapped and unused, and a send that waits for room that never comes.
+    """
+    refusing = Refusing()
+    port = WatchedPort(refusing)
+    options: dict[str, Any] = {**ELASTIC, "route": asyncvmm.Broadcast(2), "shrink_after": 60.0}
+    async with asyncvmm.open_exporter("pool", device="cpu", _port=port, **options) as exporter:
+        first = await asyncvmm.connect("pool", device="cpu", rank=0).__aenter__()
+        second = await asyncvmm.connect("pool", device="cpu", rank=1).__aenter__()
+        await exporter.wait_attached(2)
+        refusing.calls, refusing.after = {"export"}, 1
+        with pytest.raises(BackendError, match="export was refused"):
+            await send(exporter, 0, 6000)
+        assert refusing.refused == 1
+        statistics = exporter.statistics()
+        assert (statistics.segments, statistics.pool_bytes) == (1, PAGE)
+        assert [each.state for each in statistics.consumers] == ["open", "open"]
+        assert len(pool_mappings()) == 3
+        refusing.calls = set()
+        ack = await send(exporter, 1, 6000)
+        for consumer in (first, second):
+            (await take(consumer, 1)).release()
+            await consumer.aclose()
+        assert (await ack).complete
+
+
+async def test_who_never_says_that_it_has_mapped_loses_its_seat(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kills: a rank that is taken for as long as a silent process lives."""
+    monkeypatch.setattr("asyncvmm._exporter.connections.ATTACHING_SECONDS", 0.05)
+    async with asyncvmm.open_exporter("pool", device="cpu", **ELASTIC) as exporter:
+        with RawConsumer.to(resolve("pool").sockaddr) as raw:
+            await raw.hello(0)
+            with pytest.raises(asyncvmm.RankError):
+                await asyncvmm.connect("pool", device="cpu", rank=0).__aenter__()
+            assert await raw.rest() == []
+            await until(lambda: exporter.statistics().consumers == ())
+            async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+                await asyncio.sleep(0.1)  # the deadline is over for who has said it
+                await send(exporter, 0, 100)
+                (await take(consumer, 0)).release()

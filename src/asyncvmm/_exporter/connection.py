@@ -47,6 +47,12 @@ class Connection:
         """True while its consumer is open."""
         return self.peer is not None and self.peer.state is PeerState.OPEN
 
+    @property
+    def coming(self) -> bool:
+        """True while it was promised segments and has not said that it has them."""
+        peer = self.peer
+        return peer is not None and peer.state is PeerState.CONNECTING and not self.attaching
+
     def stop_deadline(self) -> None:
         """It said what it had to say in time."""
         if self.deadline is not None:

@@ -31,8 +31,10 @@ from asyncvmm._types import SegmentInfo
 logger = logging.getLogger("asyncvmm.exporter")
 
 GREETING_SECONDS = 10.0
-"""How long a connection may take to say hello.  It holds nothing until then, so this only bounds
-how many idle sockets a stranger can keep here."""
+"""How long a connection may take to say hello; it holds nothing but a socket until then."""
+
+ATTACHING_SECONDS = 300.0
+"""How long a consumer, which holds nothing yet, may have its seat before it has mapped the pool."""
 
 MOST_GREETING = 64
 """Connections without a hello at once; of more the oldest is dropped.  An honest one is greeted in
@@ -140,10 +142,14 @@ class Connections:
         self._greeting.pop(conn, None)
         assert conn.peer is not None
         self.open[conn.peer.id] = conn
+        if conn.coming:
+            late = RemoteProtocolError("a consumer did not map the pool in time")
+            conn.deadline = self._loop.call_later(ATTACHING_SECONDS, self._give_up_on, conn, late)
         if conn.identity.pidfd is not None:
             conn.watch = DeathWatch(self._loop, conn.identity.pidfd, lambda: self._on_death(conn))
 
     def _on_open(self, conn: Connection) -> None:
+        conn.stop_deadline()
         self._pump()
         self.changed()
 
@@ -229,26 +235,28 @@ class Connections:
         try:
             await work
         except AsyncVMMError as error:
-            if conn.link.closed:
-                logger.info("nothing more is done for %s: %s", repr(conn), str(error))
-                return
-            conn.link.abort()
-            self._on_end(conn, error)
+            if not conn.link.closed:
+                return self._give_up_on(conn, error)
+            logger.info("nothing more is done for %s: %s", repr(conn), str(error))
+
+    def _give_up_on(self, conn: Connection, error: AsyncVMMError) -> None:
+        conn.link.abort()
+        self._on_end(conn, error)
 
     # -- for the exporter --------------------------------------------------------------------
 
     async def share(self, segment: SegmentInfo) -> None:
-        """Send a new segment to every consumer that is open; the others get it as they open."""
+        """Send a new segment to all who are open; the others get it as they open.
+
+        Raises BackendError if it cannot be exported; some may have it then.
+        """
         for conn in list(self.open.values()):
             if conn.opened and segment.index not in conn.segments:
-                await self._guard(conn, self.handshake.send_segment(conn, segment))
+                await self.handshake.send_segment(conn, segment)
 
     def coming(self) -> bool:
         """Say whether some consumer was promised segments and has not said that it has them."""
-        return any(
-            conn.peer is not None and conn.peer.state is PeerState.CONNECTING and not conn.attaching
-            for conn in self.open.values()
-        )
+        return any(conn.coming for conn in self.open.values())
 
     def attached(self) -> int:
         """Return how many consumers are open now."""

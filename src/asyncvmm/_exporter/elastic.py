@@ -22,6 +22,9 @@ from asyncvmm._types import SegmentInfo
 
 logger = logging.getLogger("asyncvmm.exporter")
 
+_COMING_SECONDS = 0.01
+"""Between two looks whether newcomers have what they were promised, which takes milliseconds."""
+
 
 class Elastic:
     """The segments of one exporter's pool.
@@ -75,6 +78,7 @@ class Elastic:
     async def _grow(self, nbytes: int) -> None:
         # After shrinking, free addresses may lie in several pieces: fill one after the other.
         size = min(max(nbytes, self.pool_bytes), self._largest(mapped=False))
+        segment = None
         try:
             segment = await asyncio.to_thread(self._region.grow, size)
             await self._connections.share(segment)
@@ -85,12 +89,37 @@ class Elastic:
             # What fits the pool as it is waits on; told once, not at every wait.
             logger.warning("the pool cannot grow and stays at its size: %s", str(error))
             self._failed = True
+            if segment is not None:
+                await self._withdraw(segment)
             self._no_room(self._largest(mapped=True), error)
         finally:
             self._busy = None
         if not self._closed:
             self._schedule()
             self._room_made()
+
+    async def _withdraw(self, segment: SegmentInfo) -> None:
+        """Take back a segment that some consumer could not be given: nobody has used it yet."""
+        # To a newcomer it is promised.
+        while self._connections.coming() and not self._closed:  # noqa: ASYNC110 - rare and short
+            await asyncio.sleep(_COMING_SECONDS)
+        try:
+            await self._unmap(segment.index)
+        except BackendError as error:
+            logger.warning("a segment stays mapped, and is not used: %s", str(error))
+
+    async def _unmap(self, index: int) -> None:
+        """Give a segment back that nothing is in: every consumer's mapping, then our own."""
+        leaving = self._connections.handshake.leaving
+        leaving.add(index)
+        try:
+            for conn in self._connections.open.values():
+                if index in conn.segments:
+                    conn.segments.discard(index)
+                    conn.link.post(wire.encode(wire.Unmap(index)))
+            await asyncio.to_thread(self._region.shrink, index)
+        finally:
+            leaving.discard(index)
 
     def _add(self, segment: SegmentInfo) -> None:
         # All of the segment is used, also what the memory rounded up, so that the next one lies
@@ -102,7 +131,9 @@ class Elastic:
     def _largest(self, *, mapped: bool) -> int:
         """Return the longest piece of addresses that is mapped, or that is not, in bytes."""
         largest = at = since = 0  # since: where the run of segments that ends at ``at`` began
-        for segment in sorted(self._region.segments(), key=lambda segment: segment.start):
+        # One that could not be given back is mapped, and nothing may be in it any more.
+        segments = [s for s in self._region.segments() if not mapped or s.index in self._usable]
+        for segment in sorted(segments, key=lambda segment: segment.start):
             if segment.start > at:
                 largest = max(largest, at - since if mapped else segment.start - at)
                 since = segment.start
@@ -145,20 +176,14 @@ class Elastic:
         index = segment.index
         try:
             if self._core.bytes.remove_range(segment.start, self._usable[index]):
-                self._connections.handshake.leaving.add(index)
-                for conn in self._connections.open.values():
-                    if index in conn.segments:
-                        conn.segments.discard(index)
-                        conn.link.post(wire.encode(wire.Unmap(index)))
                 del self._usable[index]
                 self._idle_since.pop(index, None)
-                await asyncio.to_thread(self._region.shrink, index)
+                await self._unmap(index)
                 self.shrunk += 1
                 self._failed = False
         except BackendError as error:
             logger.warning("a segment could not be given back: %s", str(error))
         finally:
-            self._connections.handshake.leaving.discard(index)
             self._busy = None
         self._schedule()
         self._room_made()

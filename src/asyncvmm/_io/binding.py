@@ -25,7 +25,7 @@ from asyncvmm._errors import (
     NameInUseError,
 )
 from asyncvmm._fds import OwnedFd, close_after_fork
-from asyncvmm._io.liveness import peer_credentials
+from asyncvmm._io.liveness import peer_credentials, peer_has_ended
 from asyncvmm._io.names import Address
 from asyncvmm._io.packets import descriptor_limit
 
@@ -94,7 +94,7 @@ def _bind_abstract(sock: socket.socket, address: Address) -> None:
             raise
         # The kernel drops an abstract name with its socket, so whoever has it is alive.
         _, holder = _who_answers(address)
-        raise _in_use(address, holder) from None
+        raise _in_use(address, holder) from None  # itself, or by a child that has its socket
     sock.listen(_BACKLOG)
 
 
@@ -163,7 +163,7 @@ def _who_answers(address: Address) -> tuple[bool, int]:
             if error.errno == errno.EPROTOTYPE:  # it listens with another kind of socket
                 return True, 0
             raise
-        return True, peer_credentials(probe)[0]
+        return not peer_has_ended(probe), peer_credentials(probe)[0]
 
 
 def _in_use(address: Address, pid: int) -> NameInUseError:

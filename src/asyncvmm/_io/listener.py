@@ -18,7 +18,7 @@ from asyncvmm._errors import (
 )
 from asyncvmm._fds import close_after_fork
 from asyncvmm._io.binding import Node, bind, new_socket, node_at
-from asyncvmm._io.liveness import PeerIdentity, identify
+from asyncvmm._io.liveness import PeerIdentity, identify, peer_has_ended
 from asyncvmm._io.names import Address
 from asyncvmm._io.packets import descriptor_limit
 
@@ -155,7 +155,12 @@ async def connect(address: Address, *, wait: bool) -> socket.socket:
                 elif error.errno not in {errno.EAGAIN, errno.EINTR}:
                     raise _refused(address, error) from error
             else:
-                return sock
+                if not peer_has_ended(sock):
+                    return sock
+                if not wait:
+                    raise _not_found(address)
+                sock.close()  # a child of the dead one has its socket, and nobody answers
+                sock = new_socket()
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE)
     except BaseException:

@@ -66,6 +66,24 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
     return pid, uid, gid
 
 
+def peer_has_ended(sock: socket.socket) -> bool:
+    """Say whether the process that made the other end is surely gone.
+
+    Its socket may live on in a child that was forked past Python, where nothing answers on it.
+    Raises DescriptorLimitError if this process may not have another descriptor.
+    """
+    peer = identify(sock)
+    if peer.pidfd is not None:
+        with peer.pidfd:
+            return has_ended(peer.pidfd)
+    try:
+        return peer.pid > 0 and os.getpgid(peer.pid) < 0
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+
+
 def _owned(ask: Callable[[], int]) -> OwnedFd | None:
     """Return the descriptor, or None where the kernel cannot say or the peer is reaped."""
     try:
