@@ -197,10 +197,13 @@ class Lane:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for side in self._sides:
-            if side.process.is_alive():
-                side.process.kill()
-            side.process.join(10.0)
-            side.conn.close()
-        self.transport.clean(self.setting)
-        shutil.rmtree(self.setting.folder, ignore_errors=True)
+        try:
+            for side in self._sides:
+                if side.process.is_alive():
+                    side.process.kill()
+                side.conn.close()  # who could not be killed is told by this
+            for side in self._sides:
+                side.process.join(10.0)
+        finally:  # also when this is interrupted
+            self.transport.clean(self.setting)
+            shutil.rmtree(self.setting.folder, ignore_errors=True)
