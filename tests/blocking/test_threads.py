@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import pickle
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -13,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+import uvloop
 
 import asyncvmm
 from asyncvmm import Broadcast, TensorSpec, blocking
 from asyncvmm._errors import LocalProtocolError
+from asyncvmm.blocking import _thread
 from asyncvmm.testing import FakeDevice, FakePort
 from tests.blocking.conftest import loop_threads
 from tests.blocking.ends import SECONDS, Doing, number_of, open_both, send, until
@@ -133,6 +137,28 @@ def test_all_share_one_thread_which_ends_with_the_last(name: str) -> None:
         send(exporter, 1, to=1)
         assert number_of(consumers[1].receive(SECONDS)) == 1
     assert loop_threads() == []
+
+
+def test_a_loop_that_cannot_be_made_is_said_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills the planted bug of an opening that waits for a thread which has died."""
+
+    def fail() -> None:
+        raise OSError("no descriptor for an epoll is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_thread, "_loop_factory", lambda: fail)
+        with pytest.raises(OSError, match="no descriptor"):
+            blocking.connect(name, rank=0).__enter__()
+    with open_both(name):
+        pass
+
+
+def test_uvloop_is_used_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And asyncio's own loop where it is not."""
+    monkeypatch.undo()  # of the fixture that chooses
+    assert _thread._loop_factory() is uvloop.new_event_loop
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert _thread._loop_factory() is asyncio.new_event_loop
 
 
 def test_threads_that_open_and_close_at_once_do_not_disturb_each_other(name: str) -> None:

@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from asyncvmm._errors import ArgumentError, ClosedError, LocalProtocolError
@@ -98,15 +98,26 @@ class LoopThread:
 
     def _serve(self) -> None:
         _here.is_loop = True
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(self._live())
+        try:
+            loop = _loop_factory()()
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        # Not asyncio.Runner: it ends its executor in a new thread, and an interpreter that exits
+        # gives none.
+        with closing(loop), _Executor(thread_name_prefix="asyncvmm-blocking") as executor:
+            loop.set_default_executor(executor)
+            loop.run_until_complete(self._live())
+            loop.run_until_complete(loop.shutdown_asyncgens())
 
     async def _live(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_default_executor(_Executor(thread_name_prefix="asyncvmm-blocking"))
         self._stopped = asyncio.Event()
-        self._started.set_result(loop)
+        self._started.set_result(asyncio.get_running_loop())
         await self._stopped.wait()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     def run(
         self,
