@@ -104,3 +104,26 @@ async def test_tickets_go_through_a_consumer_that_reconnects() -> None:
                 assert torch.equal(requests[0].items[1].feature, B)
                 await exporter.drain()
                 void = [tickets["a"]]
+
+
+async def test_a_consumer_whose_link_broke_gives_back_and_redeems_no_more() -> None:
+    """Kills: a ticket that is shown on a link that is only there to give back."""
+    async with open_pair(consumers=2) as pair:
+        lost, other = pair.consumers
+        held, unread = [await pair.exporter.export({"a": A}, require="any") for _ in range(2)]
+        owner = await lost.borrow(held["a"])
+        view = owner["a"]
+        lost._link.abort()
+        lost._on_end(None)
+        for _ in range(2):
+            with pytest.raises(asyncvmm.LostTicketError):
+                await lost.reconstruct(unread["a"])
+            await until(lambda: not lost._core.resumable)
+        for tickets in (held, unread):
+            await other.reconstruct(tickets["a"])
+        assert torch.equal(view, A)
+        del view
+        owner.release()
+        assert sorted((await held.acknowledgement).released) == [0, 1]
+        outcome = await unread.acknowledgement
+        assert (outcome.released, [member for member, _ in outcome.refused]) == ((1,), [0])

@@ -140,5 +140,5 @@ class Asking(News):
         """Refuse to ask, or to wait on, where no answer can come."""
         self._check_open()
         self._check_exporter(owner)
-        if self._core.state is PeerState.CLOSED:
+        if self._core.state is not PeerState.OPEN:  # also on a link that is only for giving back
             raise lost(owner)
