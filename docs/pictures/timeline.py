@@ -35,7 +35,7 @@ COLOURS = {
     "draining": "#fcd34d",
     "delivered": "#d1d5db",
     "in hand": "#86efac",
-    "viewed": "#fca5a5",
+    "viewed": "#c4b5fd",
     "wait": "#fda4af",
 }
 
