@@ -145,6 +145,7 @@ async def test_an_answer_fits_a_packet_whatever_there_is() -> None:
 
 WORDS: dict[str, bytes] = {
     "hello": wire.encode_greeting(wire.Hello(0, None, "host")),
+    "resume": wire.encode_greeting(wire.Resume(b"e" * 16, 0)),
     "attached": wire.encode_greeting(wire.Attached()),
     "release": packet(wire.Release(0, 1)),
     "refuse": packet(wire.Refuse(0, 1, "no")),

@@ -48,7 +48,7 @@ _SAYS: dict[Kind, tuple[str, str]] = {
     ),
     "quarantined": (
         "lost its connection, its process lives, and it holds {owners}",
-        "only the end of that process frees them",
+        "it has to let go of them over a new connection, which it makes by itself, or to end",
     ),
     "unattached": (
         "is not attached, and {owners} wait for it",

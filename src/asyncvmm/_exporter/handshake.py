@@ -89,11 +89,13 @@ class Handshake:
             if isinstance(hello, wire.Observe):
                 self._check_secret(hello.secret)
                 return self.observers.answer(conn)
+            if conn in self.observers:
+                raise RemoteProtocolError(f"an observer sent a {type(hello).__name__}")
             if isinstance(hello, wire.Resume):
                 self._check_secret(hello.secret)
                 return self._resume(conn, hello)
-            if not isinstance(hello, wire.Hello) or conn in self.observers:
-                raise RemoteProtocolError(f"a peer began with a {type(hello).__name__}")
+            if not isinstance(hello, wire.Hello):
+                raise RemoteProtocolError(f"a consumer began with a {type(hello).__name__}")
             self._check(hello)
             conn.peer = self._core.admit(hello.rank, hello.name, hello.window)
         except VersionMismatchError as error:
