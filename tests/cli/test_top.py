@@ -27,6 +27,7 @@ from tests.process import steps
 from tests.process.harness import Peers
 
 DATA = {"x": torch.arange(10)}
+ABSTRACT = f"@asyncvmm-top-test-{os.getpid()}"
 TOP = (sys.executable, "-m", "asyncvmm.cli", "top")
 SECONDS = 5.0
 PROMPTLY = 1.0
@@ -181,12 +182,12 @@ def test_once_as_json_lists_all_exporters_of_this_user() -> None:
 
 
 async def list_all() -> None:
-    async with exporting("one") as exporter, exporting("two"), exporting("@asyncvmm-top-test"):
+    async with exporting("one") as exporter, exporting("two"), exporting(ABSTRACT):
         await exporter.send(DATA, key="k", require="none")
         out, err = await top("--once", "--json")
         assert err == ""
         shown = {each["name"]: each for each in json.loads(out) if each["pid"] == os.getpid()}
-        assert set(shown) == {"one", "two", "@asyncvmm-top-test"}
+        assert set(shown) == {"one", "two", ABSTRACT}
         statistics = exporter.statistics()
         assert shown["one"]["used_bytes"] == statistics.used_bytes == 256
         assert shown["one"]["slots"]["held"] == 1
