@@ -209,7 +209,8 @@ async def test_a_wrong_secret_is_refused(folder: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 async def test_another_user_is_refused(peers: Peers, folder: Path) -> None:
     """Kills: an observer that is let in without the look at who it is."""
-    name = f"@asyncvmm-observers-{os.getpid()}"  # reachable by every user, so only the kernel's word keeps him out
+    # Reachable by every user, so only the kernel's word keeps him out.
+    name = f"@asyncvmm-observers-{os.getpid()}"
     async with asyncvmm.open_exporter(name, device="cpu", pool_bytes="64KiB", slots=2):
         stranger = peers.start()
         await stranger.call(steps.become, 65534, 65534)
