@@ -225,6 +225,14 @@ async def test_a_file_that_cannot_be_written_is_refused_at_once(folder: Path) ->
             await opening.__aenter__()
 
 
+def test_a_forked_child_leaves_its_parents_file_alone(tmp_path: Path) -> None:
+    """Kills the planted bug of a child that ends first and writes what it copied."""
+    noted = timeline.Timeline(tmp_path / "trace.json")
+    noted.made_in += 1  # as it looks from a child
+    chrome.write(noted)
+    assert not (tmp_path / "trace.json").exists()
+
+
 def test_parts_of_other_hosts_are_not_joined(tmp_path: Path) -> None:
     """Kills the planted bug of one picture made of two clocks."""
     for boot in "ab":

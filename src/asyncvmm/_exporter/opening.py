@@ -267,9 +267,11 @@ class open_exporter:
         await exporter._copier.close()
         await exporter._draining.close()
         exporter._ended = True
-        await asyncio.to_thread(exporter._region.close)
-        if self._timeline is not None:
-            await asyncio.to_thread(write, self._timeline)
+        try:
+            await asyncio.to_thread(exporter._region.close)
+        finally:
+            if self._timeline is not None:
+                await asyncio.to_thread(write, self._timeline)
 
 
 def _seconds(value: object, what: str) -> float:

@@ -37,8 +37,11 @@ Event: TypeAlias = dict[str, Any]
 def write(timeline: Timeline) -> None:
     """Write a timeline to its file, all or nothing; blocks, so call it in a thread.
 
-    A disk that is full must not hide how the program ended: it is logged, not raised.
+    A disk that is full must not hide how the program ended: it is logged, not raised.  A forked
+    child writes nothing: the file is its parent's.
     """
+    if timeline.made_in != os.getpid():
+        return
     try:
         _replace(timeline.path, _events(timeline), [_about(timeline)])
     except OSError as error:
@@ -66,7 +69,7 @@ def _replace(path: Path, events: Iterable[Event], about: list[Event]) -> int:
 
 
 def _events(timeline: Timeline) -> Iterator[Event]:
-    process = os.getpid()
+    process = timeline.made_in
     now = monotonic_ns()
     slots = set[int]()
     yield _name("process_name", process, 0, f"{timeline.title}, pid {process}")
@@ -87,7 +90,7 @@ def _events(timeline: Timeline) -> Iterator[Event]:
 def _about(timeline: Timeline) -> Event:
     return {
         "title": timeline.title,
-        "pid": os.getpid(),
+        "pid": timeline.made_in,
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
         "lives": timeline.ended,
         "unfinished": len(timeline.open),

@@ -51,6 +51,7 @@ class Timeline:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.title = ""
+        self.made_in = os.getpid()
         self.identity = b""
         """Names the exporter, so that the arrows of two exporters never meet."""
         self.lives: deque[Life] = deque(maxlen=MOST_LIVES)
