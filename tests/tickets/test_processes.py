@@ -116,6 +116,7 @@ def test_a_ticket_crosses_a_multiprocessing_queue(folder: Path) -> None:
         queue.join_thread()
 
 
+@pytest.mark.slow
 async def test_data_parallel_attention_in_four_processes(peers: Peers) -> None:
     """Two groups of two: a group's owner needs that group, and one for all needs all four."""
     async with ranks(peers, 4) as (exporter, processes):
@@ -142,6 +143,7 @@ async def test_data_parallel_attention_in_four_processes(peers: Peers) -> None:
         check_all_back(exporter)
 
 
+@pytest.mark.slow
 async def test_a_dead_consumer_settles_what_it_held_and_what_it_never_redeemed(
     peers: Peers,
 ) -> None:

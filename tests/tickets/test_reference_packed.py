@@ -105,6 +105,7 @@ async def test_siblings_are_views_of_one_buffer_also_after_pickling(together: bo
         await tickets.acknowledgement
 
 
+@pytest.mark.slow
 async def test_a_sibling_is_found_while_only_a_slice_of_another_is_left() -> None:
     """Kills: remembering tensors, or tickets, and not the buffer."""
     async with open_pair() as pair:
@@ -123,6 +124,7 @@ async def test_a_sibling_is_found_while_only_a_slice_of_another_is_left() -> Non
             await pair.consumer.reconstruct(pickle.loads(data)["video_0"])
 
 
+@pytest.mark.slow
 async def test_a_ticket_keeps_the_copy_that_was_made_for_it() -> None:
     async with open_pair() as pair:
         tickets = await pair.exporter.export({"x": FEATURES["image_0"]})

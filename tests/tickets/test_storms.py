@@ -41,6 +41,7 @@ def rounds(tensor: torch.Tensor, count: int) -> int:
     return count if tensor is SMALL else count // 8
 
 
+@pytest.mark.slow
 @SIZES
 async def test_a_storm_on_export_leaves_only_tickets_that_were_returned(
     tensor: torch.Tensor,
@@ -76,6 +77,7 @@ async def test_a_storm_on_export_leaves_only_tickets_that_were_returned(
             check_all_back(pair.exporter)
 
 
+@pytest.mark.slow
 @SIZES
 async def test_a_storm_on_reconstruct_copies_and_releases_once_or_changes_nothing(
     tensor: torch.Tensor,
@@ -113,6 +115,7 @@ async def test_a_storm_on_reconstruct_copies_and_releases_once_or_changes_nothin
         assert not pair.consumer._asked
 
 
+@pytest.mark.slow
 async def test_a_storm_on_borrow_puts_back_what_nobody_has() -> None:
     """Kills: an owner that is held for a cancelled borrower, or given to two."""
     chance = random.Random(3)
@@ -242,6 +245,7 @@ async def _use(pair: Pair, batch: list[FeatureRequest]) -> None:
         assert all(torch.equal(item.feature, SMALL) for item in request.items)
 
 
+@pytest.mark.slow
 async def test_a_storm_on_prepare_for_dispatch_prepares_all_of_a_batch_or_nothing() -> None:
     """Kills: fields that are half tickets, owners of a batch that was given up, a lost wake-up."""
     chance = random.Random(4)
