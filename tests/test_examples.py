@@ -59,6 +59,13 @@ def test_encoder_to_llm_reaches_every_rank() -> None:
         assert f"rank {rank}: {tokens} tokens of 24 requests\n" in output
 
 
+def test_scheduler_runs_every_request_in_a_plain_loop() -> None:
+    """Kills the planted bug of a batch that a loop which polls never sees."""
+    output = run_example("scheduler.py")
+    found = re.fullmatch(r"scheduler: 12 requests done, at most ([1-4]) at once\n", output)
+    assert found, output
+
+
 @pytest.mark.parametrize(
     ("carrier", "ranks"),
     [
