@@ -50,7 +50,10 @@ class Redeeming(Facade):
         return self._run(reconstruct, timeout, "the ticket's owner")
 
     def borrow(self, ticket: Ticket | OwnerTicket, *, timeout: float | None = None) -> Owner:
-        """Redeem the ticket's owner without copying it; see :meth:`asyncvmm.Consumer.borrow`."""
+        """Redeem the ticket's owner without copying it; see :meth:`asyncvmm.Consumer.borrow`.
+
+        An owner that comes in the very moment of an interruption counts as dropped unread.
+        """
         return self._run(partial(self._consumer.borrow, ticket), timeout, "the ticket's owner")
 
     def acknowledge(
