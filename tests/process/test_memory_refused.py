@@ -11,8 +11,9 @@ import pytest
 import asyncvmm
 from asyncvmm import BackendError
 from asyncvmm._io.names import resolve
+from asyncvmm.testing import FakeDevice, FakePort
 from asyncvmm.testing.counters import pool_mappings
-from tests.process.harness import until
+from tests.process.harness import turns, until
 from tests.process.patterns import features, note, wrong
 from tests.process.ports import WatchedPort
 from tests.process.raw import RawConsumer
@@ -126,3 +127,70 @@ async def test_who_never_says_that_it_has_mapped_loses_its_seat(
                 await asyncio.sleep(0.1)  # the deadline is over for who has said it
                 await send(exporter, 0, 100)
                 (await take(consumer, 0)).release()
+
+
+# -- consumers that leave while their work runs ---------------------------------------------------
+
+
+async def test_reads_of_who_has_left_are_waited_for_while_another_holds_the_owner(
+    folder: Path,
+) -> None:
+    """The first rank releases behind a kernel that runs on, and leaves; the second is later.
+
+    Kills: events that are given back with their consumer's connection, and bytes that are free
+    while they are read (inv. 4).
+    """
+    device = FakeDevice(hold_release=True)
+    options: dict[str, Any] = {"device": "cpu", "_port": FakePort(device)}
+    route = asyncvmm.Broadcast(2)
+    async with (
+        asyncvmm.open_exporter("pool", slots=2, route=route, **options) as exporter,
+        asyncvmm.connect("pool", rank=1, **options) as second,
+    ):
+        async with asyncvmm.connect("pool", rank=0, **options) as first:
+            ack = await send(exporter, 0, 100)
+            with await first.receive() as batch:
+                batch[0]["bytes"]
+            del batch
+        await until(lambda: [c.member for c in exporter.statistics().consumers] == [1])
+        (pending,) = device.pending("release")
+        with await second.receive() as batch:
+            batch[0]["bytes"]
+        del batch
+        await until(lambda: exporter.statistics().slots.draining == 1)
+        for fence in device.pending("release"):
+            if fence is not pending:
+                fence.finish()
+        await turns(20)
+        assert exporter.statistics().slots.draining == 1
+        assert not ack.done()
+        pending.finish()
+        assert (await ack).complete
+        assert list(exporter._connections.open) == [0]
+
+
+async def test_a_fence_that_broke_after_its_consumer_left_ends_with_the_process(
+    folder: Path,
+) -> None:
+    """Nobody may say when its reads are over but the end of its process.
+
+    Kills: a slot that is quarantined for ever because nobody watches over who has left.
+    """
+    device = FakeDevice(hold_release=True)
+    options: dict[str, Any] = {"device": "cpu", "_port": FakePort(device)}
+    async with asyncvmm.open_exporter("pool", slots=2, **options) as exporter:
+        async with asyncvmm.connect("pool", rank=0, **options) as consumer:
+            ack = await send(exporter, 0, 100)
+            with await consumer.receive() as batch:
+                batch[0]["bytes"]
+            del batch
+        await until(lambda: exporter.statistics().consumers == ())
+        (fence,) = device.pending("release")
+        fence.fail(BackendError("it is broken", call="cuEventQuery", code="?"))
+        await until(lambda: exporter.statistics().slots.quarantined == 1)
+        (conn,) = exporter._connections.open.values()
+        exporter._connections._on_death(conn)  # as if its process had ended
+        async with asyncio.timeout(1):
+            assert (await ack).released == (0,)
+        assert exporter.statistics().slots.free == 2
+        assert not exporter._connections.open

@@ -92,6 +92,14 @@ class Holdings(Loans):
         peer.state = PeerState.CLOSED
         self.peers.pop(peer.id, None)
 
+    def reads_of(self, peer_id: int) -> bool:
+        """Say whether a peer's events stand for reads of bytes that are not free yet."""
+        return any(
+            lane and reader == peer_id
+            for record in self.records.values()
+            for reader, lane in record.released_by
+        )
+
     def _bury(self, peer_id: int) -> None:
         """Note that a process is gone, and with it every read that it had queued."""
         self._dead.add(peer_id)

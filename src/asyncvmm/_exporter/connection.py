@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from asyncvmm._core.ledger import Peer, PeerState
 from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch, PeerIdentity
+
+logger = logging.getLogger("asyncvmm.exporter")
 
 
 class Connection:
@@ -52,6 +55,16 @@ class Connection:
         """True while it was promised segments and has not said that it has them."""
         peer = self.peer
         return peer is not None and peer.state is PeerState.CONNECTING and not self.attaching
+
+    def tell_absent(self) -> None:
+        """Say that its socket is gone while its process lives."""
+        assert self.peer is not None
+        logger.warning(
+            "%s lost its connection but lives; %d owners that it holds, or has not redeemed, are "
+            "quarantined until it releases them or ends",
+            self.who,
+            len(self.peer.holds) + len(self.peer.expected),
+        )
 
     def stop_deadline(self) -> None:
         """It said what it had to say in time."""

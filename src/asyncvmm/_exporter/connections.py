@@ -17,7 +17,7 @@ from functools import partial
 from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core import wire
 from asyncvmm._core.exporter import ExporterCore
-from asyncvmm._core.ledger import Peer, PeerState
+from asyncvmm._core.ledger import PeerState
 from asyncvmm._errors import AsyncVMMError, ClosedError, PeerLostError, RemoteProtocolError
 from asyncvmm._exporter.access import Access
 from asyncvmm._exporter.connection import Connection
@@ -180,20 +180,16 @@ class Connections:
         else:
             self._core.vanished(peer.id)
             if peer.absent:
-                conn.deadline = self._loop.call_later(DYING_SECONDS, self._tell_absent, conn, peer)
-            else:
-                self._forget(conn)
-                self._gone(peer.id, False)
+                conn.deadline = self._loop.call_later(DYING_SECONDS, conn.tell_absent)
             self._pump()
+            if not peer.absent:
+                self._gone(peer.id, False)  # says when it need not be watched any more
             self.changed()
 
-    def _tell_absent(self, conn: Connection, peer: Peer) -> None:
-        logger.warning(
-            "%s lost its connection but lives; %d owners that it holds, or has not redeemed, are "
-            "quarantined until it releases them or ends",
-            conn.who,
-            len(peer.holds) + len(peer.expected),
-        )
+    def left(self, peer_id: int) -> None:
+        """Forget a peer that comes no more and whose end nobody waits for."""
+        if peer_id in self.open:
+            self._forget(self.open[peer_id])
 
     def _on_death(self, conn: Connection) -> None:
         """The process is gone: what it said last counts, the rest of its debts are lost."""

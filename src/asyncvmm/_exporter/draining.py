@@ -17,6 +17,7 @@ from functools import partial
 from typing import TypeAlias, cast
 
 from asyncvmm._backends.base import ExporterRegion, Fence
+from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.ledger import Record
 from asyncvmm._errors import BackendError
 from asyncvmm._exporter.fencing import Fencing, Lane
@@ -35,22 +36,25 @@ _Token: TypeAlias = tuple[Record, Lane, Fence]
 class Draining:
     """Waits for fences without blocking the loop, and says when a record is free.
 
-    ``freed`` is called once per record, ``failed`` instead if a fence can no longer be asked.
+    ``freed`` is called once per record, unless a fence can no longer be asked; ``left`` for each
+    peer that came no more, once nothing that it read is waited for.
     """
 
     def __init__(
         self,
         region: ExporterRegion,
         fencing: Fencing,
+        core: ExporterCore,
         freed: Callable[[Record], None],
-        failed: Callable[[Record], None],
+        left: Callable[[int], None],
     ) -> None:
         self.copying: dict[int, asyncio.Future[None]] = {}  # slot -> copy in a worker thread
         self._region = region
         self._once = Once(logger)
         self._fencing = fencing
         self._freed = freed
-        self._failed = failed
+        self._core = core
+        self._left = left
         loop = asyncio.get_running_loop()
         self._soon = SoonFences(loop, fencing.ask, self._on_soon, self._later)
         self._watcher: FenceWatcher | None = None
@@ -79,6 +83,8 @@ class Draining:
                 self._wait(record, fences)
             else:
                 self._freed(record)
+        if self._leaving:
+            self._forget_idle()
 
     def _still_copied(self, record: Record) -> bool:
         """Say whether it was given up while its copy runs: the copy's end is the fence then."""
@@ -195,7 +201,7 @@ class Draining:
         del self._open[record]
         if record in self._broken:
             self._broken.discard(record)
-            self._failed(record)
+            self._core.fence_failed(record)
         else:
             self._freed(record)
 
@@ -205,12 +211,14 @@ class Draining:
         """Give back the events of a peer that comes no more.
 
         A dead peer's fences count as done: its process is gone, so its reads are over.  Those of
-        a peer that left in order are waited for first.
+        a peer that left in order are kept until all that it read is free: another may hold it
+        longer, and if a fence can no longer be asked only the end of its process tells.
         """
         if not died:
             self._leaving.add(peer)
             self._forget_idle()
             return
+        self._leaving.discard(peer)
         for record, waits in list(self._open.items()):
             gone = {lane for lane in waits if lane[0] == peer}
             waits -= gone
@@ -219,10 +227,10 @@ class Draining:
         self._fencing.forget(peer)
 
     def _forget_idle(self) -> None:
-        busy: set[Hashable] = {peer for waits in self._open.values() for peer, _ in waits}
-        for peer in self._leaving - busy:
+        for peer in [peer for peer in self._leaving if not self._core.reads_of(peer)]:
             self._leaving.discard(peer)
             self._fencing.forget(peer)
+            self._left(peer)
 
     async def close(self) -> None:
         """Stop watching; what is pending stays unanswered."""

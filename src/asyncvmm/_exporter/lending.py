@@ -68,7 +68,7 @@ class Lending:
         self._room = Room(core.fits, lambda size: self._elastic.want(size), late, explain_after)
         self._queue = self._room.queue  # of those who wait; empty most of the time
         self._fencing = Fencing(region)
-        self._draining = Draining(region, self._fencing, self._freed, core.fence_failed)
+        self._draining = Draining(region, self._fencing, core, self._freed, connections.left)
         self._copier = Copier(port, self._draining)
         self._next_key = 0
         self._burst = 0  # owners published since the loop was last seen to turn
