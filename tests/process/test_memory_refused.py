@@ -194,3 +194,34 @@ async def test_a_fence_that_broke_after_its_consumer_left_ends_with_the_process(
             assert (await ack).released == (0,)
         assert exporter.statistics().slots.free == 2
         assert not exporter._connections.open
+
+
+async def test_views_that_outlive_their_consumer_are_released_stream_by_stream(
+    folder: Path,
+) -> None:
+    """Two owners were read on two streams, and the first stream is slow.
+
+    Kills: releases of all streams in one lane, where the quick one waits behind the slow one.
+    """
+    device = FakeDevice(hold_release=True)
+    options: dict[str, Any] = {"device": "cpu", "_port": FakePort(device)}
+    async with asyncvmm.open_exporter("pool", slots=2, **options) as exporter:
+        acks = [await send(exporter, owner, 100) for owner in range(2)]
+        async with asyncvmm.connect("pool", rank=0, **options) as consumer:
+            views = []
+            for device.stream in (7, 8):
+                batch = await consumer.receive()
+                views.append(batch[0]["bytes"])
+                batch.release()
+                del batch
+        while views:
+            del views[0]
+        await until(lambda: exporter.statistics().slots.draining == 2)
+        slow, quick = device.pending("release")
+        assert (slow.streams, quick.streams) == ((7,), (8,))
+        quick.finish()
+        async with asyncio.timeout(1):
+            assert (await acks[1]).complete
+        assert not acks[0].done()
+        slow.finish()
+        assert (await acks[0]).complete
