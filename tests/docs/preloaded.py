@@ -8,6 +8,7 @@ its arguments, its folder and its standard streams, and ends as the program ends
 from __future__ import annotations
 
 import array
+import ctypes
 import os
 import runpy
 import signal
@@ -16,6 +17,9 @@ import sys
 from pathlib import Path
 
 import msgspec
+
+PR_SET_PDEATHSIG = 1
+"""As in linux/prctl.h."""
 
 CLIENT = """\
 #!{python} -S
@@ -57,6 +61,7 @@ def main() -> None:
 
 def _keep(connection: socket.socket) -> None:
     """Fork once more, run the program in the child, and tell its client how it ended."""
+    _end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     fds = array.array("i", bytes(12))
     order, ancillary, _, _ = connection.recvmsg(1 << 16, socket.CMSG_SPACE(12))
@@ -65,6 +70,7 @@ def _keep(connection: socket.socket) -> None:
     fds = array.array("i", ancillary[0][2])
     program = os.fork()
     if program == 0:
+        _end_with_parent()
         connection.close()
         for number, fd in enumerate(fds):
             os.dup2(fd, number)
@@ -73,6 +79,11 @@ def _keep(connection: socket.socket) -> None:
     _, status = os.waitpid(program, 0)
     connection.send(str(os.waitstatus_to_exitcode(status)).encode())
     os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process when its parent ends: nothing outlives the tests."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _run(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
