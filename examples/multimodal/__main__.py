@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib.metadata
 import multiprocessing
 import os
 import sys
@@ -11,6 +11,18 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from examples.multimodal.roles import ROLES, play
+
+NEEDED = (5, 24)
+"""The first transformers whose models take ``mm_encoder_outputs``; older ones ignore them."""
+
+
+def version_of(package: str) -> tuple[int, ...]:
+    """Return the first two numbers of a package's version; none if it is not there."""
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return tuple(int(part) for part in found.split(".")[:2])
 
 
 def main() -> int:
@@ -20,8 +32,14 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--carrier", choices=("stream", "ticket"), default="stream")
     options = parser.parse_args()
-    if importlib.util.find_spec("transformers") is None:
-        print("this example needs transformers: pip install 'asyncvmm[models]'", file=sys.stderr)
+    if (found := version_of("transformers")) < NEEDED:
+        had = ".".join(map(str, found)) or "none"
+        wanted = ".".join(map(str, NEEDED))
+        print(
+            f"this example needs transformers {wanted} or newer, which takes features that were "
+            f"encoded elsewhere (here: {had}): pip install 'asyncvmm[models]'",
+            file=sys.stderr,
+        )
         return 2
 
     # What is forked must not have looked for GPUs in the way that initialises CUDA.

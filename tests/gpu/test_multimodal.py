@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 
 import pytest
 
+from examples.multimodal.__main__ import NEEDED, version_of
 from tests.gpu import ends
 
 pytestmark = [
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(180),
     pytest.mark.skipif(
-        importlib.util.find_spec("transformers") is None, reason="needs transformers"
+        version_of("transformers") < NEEDED, reason=f"needs transformers {NEEDED} or newer"
     ),
 ]
 

@@ -34,14 +34,17 @@ HANDLED = -1000
 def program(body: str) -> str:
     """Return a program whose main function has this body."""
     return (
-        "import asyncio, atexit, os, sys, torch, asyncvmm\n"
+        "import asyncio, atexit, os, signal, sys, torch, asyncvmm\n"
         "kept = {}\n"
         "async def sending(exporter):\n"
         "    await exporter.wait_attached(1)\n"
         "    for i in range(3):\n"
         "        kept[i] = await exporter.send({'x': torch.full((100,), i)})\n"
-        "    await asyncio.sleep(0)\n"
+        "    received = asyncio.Event()\n"
+        "    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, received.set)\n"
         "    tell('ready')\n"
+        "    await received.wait()\n"  # what is unread when an exporter vanishes is lost
+        "    tell('going')\n"
         "async def main():\n" + textwrap.indent(textwrap.dedent(body), "    ") + "\n"
         "run(main())\n"
     )
@@ -379,7 +382,9 @@ async def test_an_exporter_program_that_ends_leaves_what_was_received(
     ):
         await peer.at("ready")
         held = [await consumer.receive() for _ in range(3)]
+        peer.signal(signal.SIGUSR1)
         if status == BY_SIGINT:
+            await peer.at("going")
             peer.signal(signal.SIGINT)
         await peer.died()
         with pytest.raises(end):

@@ -48,6 +48,11 @@ class SoonFences:
         self._until = 0.0
         self._scheduled = False
 
+    @property
+    def idle(self) -> bool:
+        """Say whether nothing is being asked."""
+        return not self._lanes
+
     def watch(self, lane: Hashable, fence: Fence, token: object) -> None:
         """Tell of ``token`` once ``fence`` is done; fences of one lane finish in this order."""
         waiting = self._lanes.get(lane)
