@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncvmm.consumer")
 
 BURST = 8
-"""Batches that may be received without the loop turning, as on the exporter's side."""
+"""Features that may be received without the loop turning, as on the exporter's side."""
 
 GOODBYE_SECONDS = 2.0
 """How long a leaving consumer waits for the exporter's goodbye, and then for it to hang up."""
@@ -85,7 +85,7 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
         self._unread_lost = 0
         self._closed = False
         self._forked = False
-        self._burst = 0  # batches received since the loop was last seen to turn
+        self._burst = 0  # features received since the loop was last seen to turn
         self._made_in = os.getpid()
         close_after_fork(self)
 
@@ -103,7 +103,7 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
             await asyncio.sleep(0)
         while True:
             if (batch := self._next()) is not None:
-                self._burst += 1
+                self._burst += sum(map(len, batch))
                 return batch
             self._burst = 0
             waiter = self._loop.create_future()

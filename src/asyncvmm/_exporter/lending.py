@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Layout, Plan, Tensor
 
 BURST = 8
-"""Owners that may be published without the loop turning: about 0.2 ms on a slow machine."""
+"""Features that may be published without the loop turning: about 0.2 ms on a slow machine."""
 
 
 class Lending:
@@ -71,7 +71,7 @@ class Lending:
         self._draining = Draining(region, self._fencing, core, self._freed, connections.left)
         self._copier = Copier(port, self._draining)
         self._next_key = 0
-        self._burst = 0  # owners published since the loop was last seen to turn
+        self._burst = 0  # features published since the loop was last seen to turn
         self._made_in = os.getpid()
         self._forked = False
         self._closing = False
@@ -189,7 +189,7 @@ class Lending:
         ack = record.acknowledgement = Acknowledgement(key, terms.require)
         record.stamp = monotonic()
         self._counters.published += 1
-        self._burst += 1
+        self._burst += len(layout.features)
         self._pump()
         return ack
 
