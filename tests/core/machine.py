@@ -348,8 +348,17 @@ class Machine(RuleBasedStateMachine):
         self.judged()
 
     def say_goodbye_again(self, number: int, which: int) -> None:
-        """A second goodbye changes nothing; a first one may come after the link is cut."""
-        if side := self.pick(self.sides(lambda side: side.closing and side.alive), number):
+        """A second goodbye changes nothing; a first one may come after the link is cut.
+
+        Who lost a "taken" with its link says that again before its goodbye (``Resume``): without
+        it, it would give to others what it has begun.
+        """
+
+        def may(side: Side) -> bool:
+            begun = any(batch.taker is side for batch in side.untaken)
+            return side.closing and side.alive and not begun
+
+        if side := self.pick(self.sides(may), number):
             self.pair.inject(side.end, wire.Goodbye())
             self.model.heard(side, [wire.Goodbye()])
             self.judged()
