@@ -21,8 +21,8 @@ from asyncvmm.testing import Counters, Process
 from tests.process import steps
 from tests.process.harness import Peers, fork_server
 
-CONNECTIONS = 100
-"""Per attacker; a fresh process takes over then."""
+CONNECTIONS = 200
+"""Per attacker; a fresh process takes over then, which takes about as long as twenty of them."""
 
 MOST_THREADS = 12
 """The loop's own pool of threads grows as it likes, up to a few more than there are cores."""

@@ -20,9 +20,12 @@ HELLO = wire.encode_greeting(wire.Hello(1, None, "host"))
 OBSERVE = wire.encode_greeting(wire.Observe())
 ATTACHED = wire.encode_greeting(wire.Attached())
 REGION = RegionInfo("host", 4 * PAGE, PAGE, 4)
-STAGES = ["cold", "greeted", "observing", "attached", "attached", "attached", "back"]
-"""How far a connection has come before it misbehaves; an exporter knows neither the third nor the
-last, where a consumer has lost its link and come back."""
+STAGES = {"cold": 20, "greeted": 20, "observing": 1, "attached": 60, "back": 1}
+"""How far a connection has come before it misbehaves, and how often.
+
+"observing" and "back" (a consumer that has lost its link) are known on one side only, and have to
+wait for the other end, up to a tenth of a second each: they are few, so that others are many.
+"""
 
 GONE = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError, TimeoutError)
 
@@ -57,7 +60,7 @@ class Plan:
     def of(cls, chance: random.Random, side: grammar.Side) -> Self:
         """Draw one."""
         return cls(
-            stage=chance.choice(STAGES),
+            stage=chance.choices([*STAGES], [*STAGES.values()])[0],
             packets=[
                 (grammar.packet(chance, side), chance.choice([0] * 30 + [1, 1, 1, 2, 50]))
                 for _ in range(chance.choice([1, 10, 40]))
