@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import pickle
 from typing import Any
@@ -108,6 +109,40 @@ async def test_a_forged_ticket_is_refused_and_everything_goes_on(what: str) -> N
                     pair.exporter.cancel(forged)
         assert check_books(pair.exporter).owners[0].waiting_for == (0,)
         assert torch.equal(await pair.consumer.reconstruct(ticket), X)
+        await pair.exporter.drain()
+        check_all_back(pair.exporter)
+
+
+async def test_a_guessed_proof_finds_no_copy_that_was_made_for_another_ticket() -> None:
+    """Kills: copies that are found by slot and generation, which anybody can count."""
+    async with open_pair() as pair:
+        ticket = await made(pair.exporter)
+        copy = await pair.consumer.reconstruct(ticket)
+        guess = altered(ticket, proof=b"x" * 16)
+        with pytest.raises(TicketError):
+            await pair.consumer.reconstruct(guess)
+        await pair.exporter.drain()
+        with pytest.raises(TicketError):
+            await pair.consumer.reconstruct(guess)
+        assert await pair.consumer.reconstruct(ticket) is copy
+
+
+@pytest.mark.parametrize("first", ["genuine", "forged"])
+async def test_a_forged_ticket_shown_meanwhile_changes_nothing_for_the_genuine_one(
+    first: str,
+) -> None:
+    """Kills: one question for both, so that the answer to the one is that to the other."""
+    async with open_pair() as pair:
+        ticket = await made(pair.exporter)
+        guess = altered(ticket, proof=b"x" * 16)
+        shown = [ticket, guess] if first == "genuine" else [guess, ticket]
+        tasks = [asyncio.ensure_future(pair.consumer.reconstruct(each)) for each in shown * 2]
+        await asyncio.wait(tasks)
+        good, bad = (tasks[::2], tasks[1::2]) if first == "genuine" else (tasks[1::2], tasks[::2])
+        assert good[0].result() is good[1].result()
+        assert torch.equal(good[0].result(), X)
+        assert all(isinstance(task.exception(), TicketError) for task in bad)
+        assert pair.consumer.statistics().state == "open", "both questions had an answer"
         await pair.exporter.drain()
         check_all_back(pair.exporter)
 

@@ -30,9 +30,10 @@ Name: TypeAlias = tuple[bytes, int, int]
 class _Asked:
     """A ticket that was shown: who waits for the answer, and the answer until it is taken."""
 
-    __slots__ = ("answered", "error", "lease", "waiters", "waiting")
+    __slots__ = ("answered", "error", "lease", "proof", "waiters", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, proof: bytes) -> None:
+        self.proof = proof
         self.waiting = 0
         self.waiters: list[asyncio.Future[None]] = []
         self.answered = False
@@ -59,20 +60,19 @@ class Asking(News):
 
         Cancelled, it changes nothing: an answer that nobody waits for is put back.
         """
-        self._check_link(owner)
         name = (owner.exporter, owner.slot, owner.generation)
-        asked = self._asked.get(name)
+        while (asked := self._asked.get(name)) is not None and asked.proof != owner.proof:
+            # What is said of one proof says nothing of another.
+            await self._answer(asked, owner)
+            await asyncio.sleep(0)  # whoever it is for takes it first
+        self._check_link(owner)
         if asked is None:
-            asked = self._asked[name] = _Asked()
+            asked = self._asked[name] = _Asked(owner.proof)
             self._core.redeem(owner.slot, owner.generation, owner.proof)
             self._pump()
         asked.waiting += 1
         try:
-            while not asked.answered:
-                self._check_link(owner)
-                waiter = self._loop.create_future()
-                asked.waiters.append(waiter)
-                await waiter
+            await self._answer(asked, owner)
             self._forget(name, asked)
             if asked.error is not None:
                 raise anew(asked.error)
@@ -81,6 +81,14 @@ class Asking(News):
         finally:
             asked.waiting -= 1
             self._leave_unasked(name, asked)
+
+    async def _answer(self, asked: _Asked, owner: OwnerTicket) -> None:
+        """Wait until a question is answered; raise if none can come any more."""
+        while not asked.answered:
+            self._check_link(owner)
+            waiter = self._loop.create_future()
+            asked.waiters.append(waiter)
+            await waiter
 
     def _take_answers(self) -> None:
         """Hand the exporter's answers to whoever waits for them."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from asyncvmm._consumer.asking import Asking, Name
+from asyncvmm._consumer.asking import Asking
 from asyncvmm._consumer.lease import Lease
 from asyncvmm._consumer.owner import Owner
 from asyncvmm._core.ledger import PeerState
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Tensor
 
 
+_Shown: TypeAlias = tuple[bytes, int, int, bytes]
+"""Exporter, slot, generation and proof: what a ticket must say for a copy to be found by it.
+
+Without the proof a guess would find what was copied for somebody else."""
+
+
 class Redeeming(Asking):
     """The part of a consumer that redeems tickets; see :class:`asyncvmm.Consumer`."""
 
@@ -30,9 +36,9 @@ class Redeeming(Asking):
 
     def __init__(self) -> None:
         super().__init__()
-        self._copying: dict[Name, asyncio.Future[KeptCopy]] = {}
+        self._copying: dict[_Shown, asyncio.Future[KeptCopy]] = {}
         # A copy lives as long as a tensor of it, or a ticket that it was made for, does.
-        self._copies: weakref.WeakValueDictionary[Name, LocalCopy] = weakref.WeakValueDictionary()
+        self._copies: weakref.WeakValueDictionary[_Shown, LocalCopy] = weakref.WeakValueDictionary()
         self._kept: dict[int, KeptCopy] = {}  # by id of the owner's ticket, until that is gone
 
     # -- what users call ---------------------------------------------------------------------
@@ -133,7 +139,7 @@ class Redeeming(Asking):
     # -- copying -----------------------------------------------------------------------------
 
     async def _copied(self, owner: OwnerTicket, stream: int) -> KeptCopy:
-        name = (owner.exporter, owner.slot, owner.generation)
+        name = _shown(owner)
         while True:
             copy = self._copies.get(name)
             kept = copy and copy.keep()
@@ -162,7 +168,7 @@ class Redeeming(Asking):
 
     def _copy_elsewhere(self, owner: OwnerTicket, lease: Lease) -> asyncio.Future[KeptCopy]:
         """Copy in a worker thread, so that the loop is not kept."""
-        name = (owner.exporter, owner.slot, owner.generation)
+        name = _shown(owner)
         work = self._loop.run_in_executor(None, self._leases.local(lease))
         done: asyncio.Future[KeptCopy] = self._loop.create_future()
         self._copying[name] = done
@@ -183,7 +189,7 @@ class Redeeming(Asking):
 
     def _finish(self, owner: OwnerTicket, lease: Lease, kept: KeptCopy) -> None:
         """Release what was copied, once, and have it found again."""
-        self._copies[owner.exporter, owner.slot, owner.generation] = kept.copy
+        self._copies[_shown(owner)] = kept.copy
         self._remember(owner, kept)
         self._leases.say_done(lease, None)
 
@@ -192,3 +198,7 @@ class Redeeming(Asking):
         if id(owner) not in self._kept:
             self._kept[id(owner)] = kept
             weakref.finalize(owner, self._kept.pop, id(owner), None).atexit = False
+
+
+def _shown(owner: OwnerTicket) -> _Shown:
+    return owner.exporter, owner.slot, owner.generation, owner.proof
