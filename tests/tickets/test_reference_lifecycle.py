@@ -74,6 +74,20 @@ async def test_prepare_exports_the_rest_and_precomputed_embeddings_singly() -> N
         await pair.exporter.drain()
 
 
+async def test_a_request_without_features_waits_for_nobody() -> None:
+    """Kills: a request of nothing but text behind those that wait for room."""
+    async with open_pair(slots=1) as pair, FeatureTransport(pair.exporter) as transport:
+        held = await pair.exporter.export({"x": tensor(1)})
+        late = asyncio.ensure_future(transport.prepare_for_dispatch([request_of("image")]))
+        await passes(2)
+        text = asyncio.ensure_future(transport.prepare_for_dispatch([FeatureRequest()]))
+        await passes(2)
+        assert text.done()
+        assert not late.done()
+        late.cancel()
+        pair.exporter.cancel(held.owner)
+
+
 @pytest.mark.parametrize("field", ["feature", "precomputed_embeddings"])
 @pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("on_full", ["wait", "host", "raise"])

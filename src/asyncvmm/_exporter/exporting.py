@@ -123,6 +123,8 @@ class Exporting(Lending):
 
     async def _acquire_all(self, sizes: Sequence[int]) -> deque[Record]:
         self._guard()
+        if not sizes:
+            return deque()  # a request of nothing but text waits for nobody
         total, most, slots = sum(sizes), self._elastic.max_pool_bytes, len(self._core.slots.states)
         if total > most or len(sizes) > slots:
             raise ArgumentError(
