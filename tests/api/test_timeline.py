@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,25 @@ def test_a_forked_child_leaves_its_parents_file_alone(tmp_path: Path) -> None:
     noted.made_in += 1  # as it looks from a child
     chrome.write(noted)
     assert not (tmp_path / "trace.json").exists()
+
+
+def test_what_is_no_regular_file_is_written_into_and_stays(tmp_path: Path) -> None:
+    """Kills: a device, a pipe or a link in whose place a file is put (root's /dev/null, say)."""
+    near, far = os.pipe()
+    pipe = tmp_path / "pipe"
+    pipe.symlink_to(f"/proc/self/fd/{far}")  # as /dev/stdout is
+    chrome.write(timeline.Timeline(pipe))
+    os.close(far)
+    with open(near, "rb") as file:
+        assert json.load(file)["traceEvents"]
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "trace.json")
+    chrome.write(timeline.Timeline(link))
+    assert link.is_symlink()
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert pipe.is_symlink()
+    with pytest.raises(asyncvmm.ArgumentError, match=r"cannot be written: Is a directory"):
+        chrome.join([link], tmp_path)
 
 
 def test_parts_of_other_hosts_are_not_joined(tmp_path: Path) -> None:

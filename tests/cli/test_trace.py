@@ -28,3 +28,6 @@ def test_a_trace_that_cannot_be_written_is_said_before_anything_runs(tmp_path: P
     done = run_demo("--trace", str(tmp_path / "nowhere" / "demo.json"), status=2)
     assert "there is no folder" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+    done = run_demo("--trace", "/proc/demo.json", status=2)  # nobody can write there, not even root
+    assert "nothing can be written in /proc" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -49,22 +49,31 @@ def write(timeline: Timeline) -> None:
 
 
 def _replace(path: Path, events: Iterable[Event], about: list[Event]) -> int:
-    """Write a file event by event: neither all of it in memory, nor the interpreter held long."""
+    """Write a file, all or nothing; what is no regular file (a pipe, a device) is written into."""
+    if path.exists() and not path.is_file():
+        return _put(path, events, about)
+    path = path.resolve()  # a link stays a link
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    count = 0
     try:
-        with open(part, "wb") as file:
-            file.write(b'{"displayTimeUnit":"ns","otherData":')
-            file.write(msgspec.json.encode({"asyncvmm": about}))
-            file.write(b',"traceEvents":[')
-            for event in events:
-                file.write(b",\n" if count else b"\n")
-                file.write(msgspec.json.encode(event))
-                count += 1
-            file.write(b"\n]}\n")
+        count = _put(part, events, about)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+    return count
+
+
+def _put(path: Path, events: Iterable[Event], about: list[Event]) -> int:
+    """Write event by event: neither all of it in memory, nor the interpreter held long."""
+    count = 0
+    with open(path, "wb") as file:
+        file.write(b'{"displayTimeUnit":"ns","otherData":')
+        file.write(msgspec.json.encode({"asyncvmm": about}))
+        file.write(b',"traceEvents":[')
+        for event in events:
+            file.write(b",\n" if count else b"\n")
+            file.write(msgspec.json.encode(event))
+            count += 1
+        file.write(b"\n]}\n")
     return count
 
 
@@ -167,7 +176,8 @@ def join(parts: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -
     """Join the parts that the processes of one host wrote; return how many events there are.
 
     Raises ArgumentError that names a part which cannot be read, is no trace of this library, or
-    is of another host or another start of it, where clocks differ.
+    is of another host or another start of it, where clocks differ; or says why ``out`` cannot be
+    written.
     """
     events: list[Event] = []
     about: list[Event] = []
@@ -184,7 +194,12 @@ def join(parts: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -
             "the parts were written on different hosts, or before and after a restart; their "
             "clocks have nothing to do with each other, so look at them one by one"
         )
-    return _replace(Path(out), events, about)
+    try:
+        return _replace(Path(out), events, about)
+    except OSError as error:
+        raise ArgumentError(
+            f"the trace {str(out)!r} cannot be written: {error.strerror}; give another file"
+        ) from None
 
 
 def _read(path: Path) -> Event:

@@ -40,7 +40,13 @@ def joined(out: Path | None) -> Iterator[Path | None]:
         return
     if not out.parent.is_dir():
         raise ArgumentError(f"--trace {out}: there is no folder {out.parent}; make it first")
-    with tempfile.TemporaryDirectory(prefix=".asyncvmm-trace-", dir=out.parent) as folder:
+    try:
+        beside = tempfile.TemporaryDirectory(prefix=".asyncvmm-trace-", dir=out.parent)
+    except OSError as error:
+        raise ArgumentError(
+            f"--trace {out}: nothing can be written in {out.parent}: {error.strerror}"
+        ) from None
+    with beside as folder:
         try:
             yield Path(folder) / "exporter.json"
         finally:
