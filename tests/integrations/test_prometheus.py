@@ -19,6 +19,7 @@ import torch
 from msgspec.structs import replace
 
 import asyncvmm
+from asyncvmm import blocking
 from asyncvmm._core.observation import PoolLine, Snapshot
 from asyncvmm._exporter.observing import snapshot
 from asyncvmm.cli.demo import exporter_side, images, model
@@ -168,6 +169,32 @@ async def test_a_loop_that_stands_still_and_an_exporter_that_is_closed_are_down(
     metrics.discard(pair.exporter)
     metrics.discard(other.exporter)
     metrics.discard(other.exporter)
+    assert scrape(metrics) == {}
+
+
+async def test_an_exporter_and_its_successor_under_the_name_are_one_sample() -> None:
+    """Kills: asyncvmm_up twice, 0 and 1, of which Prometheus keeps the first."""
+    name = f"@asyncvmm-metrics-{os.getpid()}"
+    metrics = ExporterMetrics()
+    for _ in range(3):
+        async with open_pair(name=name) as pair:
+            metrics.add(pair.exporter)
+            assert scrape(metrics)["asyncvmm_up", frozenset({("exporter", name)})] == 1
+    assert list(scrape(metrics).values()) == [0.0]
+
+
+def test_an_exporter_of_code_that_is_not_async_is_collected_too() -> None:
+    with blocking.open_exporter(
+        f"@asyncvmm-metrics-{os.getpid()}", device="cpu", pool_bytes="64KiB", slots=4
+    ) as exporter:
+        metrics = ExporterMetrics(exporter)
+        exporter.send(DATA, require="none")
+        labels = frozenset({("exporter", exporter.name), ("state", "held")})
+        assert scrape(metrics)["asyncvmm_slots", labels] == 1
+        with blocking.connect(exporter.name, device="cpu", rank=0) as consumer:
+            consumer.receive().release()
+    assert set(scrape(metrics).values()) == {0.0}
+    metrics.discard(exporter)
     assert scrape(metrics) == {}
 
 

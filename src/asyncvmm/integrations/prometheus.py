@@ -23,6 +23,7 @@ from asyncvmm._exporter.exporter import Exporter
 from asyncvmm._exporter.latencies import BOUNDS, Latencies
 from asyncvmm._exporter.statistics import ConsumerStatistics, PoolStatistics
 from asyncvmm._types import Key
+from asyncvmm.blocking import Exporter as BlockingExporter
 from asyncvmm.integrations.metric_names import CONSUMER, METRICS, POOL
 
 SCRAPE_SECONDS = 2.0
@@ -36,19 +37,27 @@ class ExporterMetrics(Collector):
     """Collects the statistics of some exporters; register it with a registry.
 
     It may be scraped from any thread: an exporter is asked on its own event loop.  One that is
-    closed, or whose loop stands still, is ``asyncvmm_up 0`` and shows nothing else.
+    closed, or whose loop stands still, is ``asyncvmm_up 0`` and shows nothing else.  Of several
+    under one name, one after the other, it is the one that is open.
     """
 
-    def __init__(self, *exporters: Exporter) -> None:
-        self._exporters: dict[Exporter, asyncio.AbstractEventLoop] = {}
+    def __init__(self, *exporters: Exporter | BlockingExporter) -> None:
+        self._exporters: dict[object, tuple[Exporter, asyncio.AbstractEventLoop]] = {}
         for exporter in exporters:
             self.add(exporter)
 
-    def add(self, exporter: Exporter) -> None:
-        """Collect from this exporter, too.  Call it on the exporter's event loop."""
-        self._exporters[exporter] = asyncio.get_running_loop()
+    def add(self, exporter: Exporter | BlockingExporter) -> None:
+        """Collect from this exporter, too.
 
-    def discard(self, exporter: Exporter) -> None:
+        Call it on the exporter's event loop; for one of :mod:`asyncvmm.blocking` in any thread.
+        """
+        if isinstance(exporter, BlockingExporter):
+            found = exporter._exporter, exporter._thread._loop
+        else:
+            found = exporter, asyncio.get_running_loop()
+        self._exporters[exporter] = found
+
+    def discard(self, exporter: Exporter | BlockingExporter) -> None:
         """Collect from this one no more; again is a no-op."""
         self._exporters.pop(exporter, None)
 
@@ -59,9 +68,11 @@ class ExporterMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Ask every exporter; yield every family once, whatever there is in it."""
         families = {name: _family(name) for name in METRICS}
-        for exporter, loop in list(self._exporters.items()):
-            found = _ask(exporter, loop)
-            labels = {"exporter": exporter.name}
+        by_name: dict[str, PoolStatistics | None] = {}
+        for exporter, loop in list(self._exporters.values()):
+            by_name[exporter.name] = _ask(exporter, loop) or by_name.get(exporter.name)
+        for exporter_name, found in by_name.items():
+            labels = {"exporter": exporter_name}
             _sample(families["asyncvmm_up"], labels, float(found is not None))
             if found is not None:
                 _pool(families, labels, found)
@@ -74,7 +85,7 @@ def _ask(exporter: Exporter, loop: asyncio.AbstractEventLoop) -> PoolStatistics 
     answer: concurrent.futures.Future[PoolStatistics | None] = concurrent.futures.Future()
 
     def look() -> None:
-        if not answer.cancelled():
+        if answer.set_running_or_notify_cancel():
             answer.set_result(None if exporter._ended else exporter.statistics())
 
     try:
