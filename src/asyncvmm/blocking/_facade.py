@@ -56,5 +56,9 @@ class Facade:
             self._thread.run(self.leave)  # it may not have begun
             raise
         finally:
-            self._thread.opened.discard(self)
-            let_go(self._user)
+            try:
+                self._thread.opened.discard(self)
+                let_go(self._user)
+            except KeyboardInterrupt:
+                let_go(self._user)  # it may have been left in the middle, or not begun
+                raise

@@ -17,10 +17,11 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from asyncvmm._errors import ArgumentError, ClosedError, LocalProtocolError
 from asyncvmm._fds import close_after_fork
+from asyncvmm.blocking._call import Call
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,46 +42,6 @@ class Opened(Protocol):
         """Be of no use from now on: this is a forked child's copy."""
 
 
-class _Call(Generic[T]):
-    """Work that a thread has the loop do, and waits for."""
-
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        self._work = work
-        self._task: asyncio.Task[T] | None = None
-        self._unwanted = False
-        self.over = threading.Event()
-
-    def begin(self) -> None:
-        """Begin, on the loop, unless it was cancelled before."""
-        if self._unwanted:
-            self.over.set()
-            return
-        self._task = asyncio.get_running_loop().create_task(self._do())
-        self._task.add_done_callback(lambda _: self.over.set())
-
-    async def _do(self) -> T:
-        return await self._work()
-
-    def cancel(self) -> None:
-        """Cancel it, on the loop; what it can do without waiting is done before that."""
-        self._unwanted = True
-        if self._task is not None:
-            asyncio.get_running_loop().call_soon(self._task.cancel)
-        else:
-            self.over.set()
-
-    def outcome(self, *, late: str) -> T:
-        """Return or raise what came of it; TimeoutError with the text ``late`` if it was too late.
-
-        What came of it in the last moment counts, not that the time was up.
-        """
-        if self._task is None or self._task.cancelled():
-            if late:
-                raise TimeoutError(late)
-            raise ClosedError("it was closed in another thread meanwhile")
-        return self._task.result()
-
-
 class LoopThread:
     """A daemon thread with an event loop, for as long as somebody uses it."""
 
@@ -90,18 +51,22 @@ class LoopThread:
         """Who needs it: openings, and calls that are under way."""
         self.forked = False
         self.made_in = os.getpid()
-        self._started: Future[asyncio.AbstractEventLoop] = Future()
+        self._begun: Future[asyncio.AbstractEventLoop] = Future()
+        self._unwanted = False
         self._thread = threading.Thread(target=self._serve, name="asyncvmm-blocking", daemon=True)
-        self._thread.start()
-        self._loop = self._started.result()
         close_after_fork(self)
+
+    def start(self) -> None:
+        """Start it; if that is interrupted, it is to be stopped."""
+        self._thread.start()
+        self._loop = self._begun.result()
 
     def _serve(self) -> None:
         _here.is_loop = True
         try:
             loop = _loop_factory()()
         except BaseException as error:
-            self._started.set_exception(error)
+            self._begun.set_exception(error)
             return
         # Not asyncio.Runner: it ends its executor in a new thread, and an interpreter that exits
         # gives none.
@@ -112,8 +77,9 @@ class LoopThread:
 
     async def _live(self) -> None:
         self._stopped = asyncio.Event()
-        self._started.set_result(asyncio.get_running_loop())
-        await self._stopped.wait()
+        self._begun.set_result(asyncio.get_running_loop())
+        if not self._unwanted:  # looked at after that, for stop() sets it before it looks
+            await self._stopped.wait()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
@@ -132,7 +98,7 @@ class LoopThread:
         """
         _refuse_on_loop()
         limit = seconds(timeout)
-        call = _Call(work)
+        call = Call(work)
         late = ""
         try:
             self._keep_for(call)
@@ -145,14 +111,15 @@ class LoopThread:
             self._end(call)
             raise
         finally:
+            self.users.discard(call)  # so that it is no user even if the next is interrupted
             let_go(call)
 
-    def _end(self, call: _Call[Any]) -> None:
+    def _end(self, call: Call[Any]) -> None:
         if call in self.users:
             self._loop.call_soon_threadsafe(call.cancel)
             call.over.wait()
 
-    def _keep_for(self, call: _Call[Any]) -> None:
+    def _keep_for(self, call: Call[Any]) -> None:
         """Keep the loop running for a call, whatever is closed meanwhile."""
         with _shared.lock:
             if _shared.thread is not self:
@@ -160,10 +127,14 @@ class LoopThread:
             self.users.add(call)
 
     def stop(self) -> None:
-        """End the loop and its thread; again is a no-op."""
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._stopped.set)
-        self._thread.join()
+        """End the loop and its thread, however far it has come; again is a no-op."""
+        self._unwanted = True
+        if self._begun.done() and self._begun.exception() is None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._begun.result().call_soon_threadsafe(self._stopped.set)
+        # One whose start was interrupted may not be alive yet: it ends as soon as it begins.
+        if self._thread.is_alive():
+            self._thread.join()
 
     async def leave_all(self) -> None:
         """Have everything that is still open leave, as far as it does within the time."""
@@ -227,22 +198,22 @@ def take(user: object) -> LoopThread:
     """Return the process's loop thread, which stays until ``user`` lets go; the first starts it."""
     _refuse_on_loop()
     with _shared.lock:
-        if _shared.thread is None:
-            _shared.thread = LoopThread()
-        _shared.thread.users.add(user)
-        return _shared.thread
+        thread = _shared.thread
+        if thread is not None:
+            thread.users.add(user)
+            return thread
+        thread = _shared.thread = LoopThread()
+        try:
+            thread.users.add(user)
+            thread.start()
+        except BaseException:
+            let_go(user)  # within the lock: nobody else is to find half a thread
+            raise
+        return thread
 
 
 def let_go(user: object) -> None:
     """Need the thread no more; the last ends it.  Again is a no-op."""
-    try:
-        _let_go(user)
-    except KeyboardInterrupt:
-        _let_go(user)  # it may have been left in the middle
-        raise
-
-
-def _let_go(user: object) -> None:
     with _shared.lock:
         thread = _shared.thread
         if thread is not None:
