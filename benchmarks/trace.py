@@ -1,7 +1,8 @@
-"""What one steady hand-off on a GPU asks of the driver, and what the fence watcher costs.
+"""What a first and a steady hand-off on a GPU ask of the driver, and what the watcher costs.
 
 ``python -m benchmarks trace --device cuda:0 --json OUT``.  Calls are counted by standing before
-the bindings in both processes, so counting slows them; nothing here is a speed.
+the bindings in both processes, so counting slows them.  Of a first connection it says how long
+the calls took: some take milliseconds, beside which the counting is nothing.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ _WARM_UP = 256
 
 
 class Calls:
-    """Counts the driver calls of this process, by name, while it is told to."""
+    """Counts and times the driver calls of this process, by name, while it is told to."""
 
     def __init__(self) -> None:
         from cuda.bindings import driver
 
         self.counting = False
         self.counts: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {}
+        self._since = 0.0
         for name in dir(driver):
             call = getattr(driver, name)
             if name.startswith("cu") and callable(call) and not isinstance(call, type):
@@ -40,30 +43,65 @@ class Calls:
 
     def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: object) -> Any:
-            self.counts[name] += self.counting
-            return call(*args)
+            if not self.counting:
+                return call(*args)
+            began = time.perf_counter()
+            try:
+                return call(*args)
+            finally:
+                self.counts[name] += 1
+                took = time.perf_counter() - began
+                self.seconds[name] = self.seconds.get(name, 0.0) + took
 
         return counted
+
+    def begin(self) -> None:
+        """Count and time from now on, from nothing."""
+        self.counts.clear()
+        self.seconds.clear()
+        self.counting = True
+        self._since = time.perf_counter()
+
+    def end(self) -> dict[str, Any]:
+        """Count no more; return how long that was, and each call's number and milliseconds."""
+        self.counting = False
+        return {
+            "ms": _milliseconds(time.perf_counter() - self._since),
+            "calls": {
+                name: {"count": self.counts[name], "ms": _milliseconds(seconds)}
+                for name, seconds in sorted(self.seconds.items(), key=lambda each: -each[1])
+            },
+        }
 
     def per_handoff(self) -> dict[str, float]:
         """Return the mean of what was counted."""
         return {name: count / HANDOFFS for name, count in self.counts.items() if count}
 
 
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 3)
+
+
 async def _consume(name: str, device: str, conn: Connection) -> None:
     calls = Calls()
     torch.cuda.set_device(torch.device(device))
+    torch.zeros(1, device=device)  # a context is not what connecting costs
+    conn.send("ready")
+    calls.begin()
+    first: dict[str, Any] = {}
     async with asyncvmm.connect(name, rank=0, device=device, wait=True) as consumer:
         async for batch in consumer:
             for owner in batch:
                 if owner.metadata == "count":
-                    calls.counting = True
+                    calls.begin()
                 view = owner["x"]
                 owner.release()
+                if owner.metadata == "first":
+                    first = calls.end()
                 if owner.metadata == "last":
                     calls.counting = False
                 del view
-    conn.send(calls.per_handoff())
+    conn.send((first, calls.per_handoff()))
 
 
 def _consumer(name: str, device: str, conn: Connection) -> None:
@@ -79,19 +117,23 @@ async def _handoffs(device: str, consumer_device: str) -> dict[str, Any]:
         name = str(Path(folder) / "exporter")
         process = context.Process(target=_consumer, args=(name, consumer_device, theirs))
         process.start()
+        await asyncio.to_thread(ours.recv)
+        calls.begin()
         async with asyncvmm.open_exporter(
             name, device=device, pool_bytes=128 * MIB, slots=64
         ) as exporter:
             await exporter.wait_attached(1)
+            await (await exporter.send({"x": source}, metadata="first"))
+            first = calls.end()
             for _ in range(_WARM_UP):
                 await (await exporter.send({"x": source}))
-            calls.counting = True
+            calls.begin()
             with _profile() as profile:
                 for turn in range(HANDOFFS):
                     metadata = "count" if not turn else "last" if turn == HANDOFFS - 1 else None
                     await (await exporter.send({"x": source}, metadata=metadata))
             calls.counting = False
-        theirs_counted = await asyncio.to_thread(ours.recv)
+        their_first, theirs_counted = await asyncio.to_thread(ours.recv)
         await asyncio.to_thread(process.join)
     # The profiler itself synchronises the device once, at its end.
     runtime = {
@@ -100,9 +142,12 @@ async def _handoffs(device: str, consumer_device: str) -> dict[str, Any]:
         if event.key.startswith("cu") or "Synchronize" in event.key
     }
     return {
-        "exporter": calls.per_handoff(),
-        "exporter_torch_runtime": runtime,
-        "consumer": theirs_counted,
+        "first_connection": {"exporter": first, "consumer": their_first},
+        "driver_calls_per_handoff": {
+            "exporter": calls.per_handoff(),
+            "exporter_torch_runtime": runtime,
+            "consumer": theirs_counted,
+        },
     }
 
 
@@ -137,8 +182,6 @@ async def _share(seconds: float) -> float:
 
 
 def trace(device: str, consumer_device: str) -> dict[str, Any]:
-    """Return the driver calls of one hand-off of 2 MiB on each side, and the watcher's cost."""
-    return {
-        "driver_calls_per_handoff": asyncio.run(_handoffs(device, consumer_device)),
-        "watcher": asyncio.run(_watcher(device)),
-    }
+    """Return the driver calls of a first and a later hand-off of 2 MiB, and the watcher's cost."""
+    handoffs = asyncio.run(_handoffs(device, consumer_device))
+    return {**handoffs, "watcher": asyncio.run(_watcher(device))}
