@@ -8,12 +8,13 @@ import os
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from anyio.abc import ObjectReceiveStream
 
 from asyncvmm._consumer.consumer import Consumer
-from asyncvmm._consumer.owner import Batch, Owner
+from asyncvmm._consumer.loss import anew
+from asyncvmm._consumer.onward import Onward
+from asyncvmm._consumer.owner import Batch
 from asyncvmm._consumer.statistics import ConsumerState, together
 from asyncvmm._errors import (
     AsyncVMMError,
@@ -25,11 +26,6 @@ from asyncvmm._errors import (
     WouldBlock,
 )
 from asyncvmm._fds import close_after_fork
-from asyncvmm._groups import AttentionGroup
-from asyncvmm._ticket import OwnerTicket, Ticket
-
-if TYPE_CHECKING:
-    from asyncvmm._tensors.plan import Tensor
 
 logger = logging.getLogger("asyncvmm.consumer")
 
@@ -42,7 +38,7 @@ SEAT_SECONDS = 5.0
 have seen yet that we are gone."""
 
 
-class ReconnectingConsumer(ObjectReceiveStream[Batch]):
+class ReconnectingConsumer(Onward, ObjectReceiveStream[Batch]):
     """A stream of batches from one exporter after another; ``connect(..., reconnect=True)``.
 
     It has the methods of :class:`Consumer`, and they mean the same while an exporter is there.
@@ -55,11 +51,14 @@ class ReconnectingConsumer(ObjectReceiveStream[Batch]):
     nothing was lost, so no error is raised: the call waits for the next exporter, and
     ``async for`` goes on.  EndOfStream is never raised; leave the block, or cancel, to end.
 
+    Tickets go on by themselves: see :meth:`reconstruct`.  ``receive`` is told of the loss anyway.
+
     The next exporter is another one, with memory of its own.  Owners that were received before
     stay readable and are released as always; the old mapping goes with the last of them.
     """
 
     def __init__(self, first: Consumer, come_in: Callable[[], Awaitable[Consumer]]) -> None:
+        super().__init__(first)
         self.member = first.member
         self.device = first.device
         self._come_in = come_in
@@ -68,6 +67,7 @@ class ReconnectingConsumer(ObjectReceiveStream[Batch]):
         first._on_news = self._tell_news
         self._past: list[Consumer] = []  # the last one, and those whose owners are still here
         self._coming: asyncio.Task[None] | None = None  # looks for the next exporter
+        self._untold: PeerLostError | None = None  # a loss that receive is to tell of
         self._failure: Exception | None = None  # why it found none that takes us
         self._pause = 0.0
         self._before: list[ConsumerState] = []  # numbers of those that are forgotten
@@ -89,6 +89,7 @@ class ReconnectingConsumer(ObjectReceiveStream[Batch]):
         """
         while True:
             consumer = self._look()
+            self._tell_loss()
             if consumer is None:
                 await self._until_come()
                 continue
@@ -104,6 +105,7 @@ class ReconnectingConsumer(ObjectReceiveStream[Batch]):
         """
         while True:
             consumer = self._look()
+            self._tell_loss()
             if consumer is None:
                 raise WouldBlock("no exporter is there")
             try:
@@ -142,53 +144,27 @@ class ReconnectingConsumer(ObjectReceiveStream[Batch]):
             raise error  # we were closed, or forked
         if consumer is not self._current:
             return  # another call was told
+        self._leave(consumer)
+        if not over:
+            raise _as_loss(consumer, error)
+
+    def _pass_over(self, consumer: Consumer) -> None:
+        """Leave an exporter that is gone for a ticket of another; receive is still to tell."""
+        self._leave(consumer)
+        if consumer._lost is not None:
+            loss = _as_loss(consumer, anew(consumer._lost))
+            if self._untold is not None:
+                loss.lost += self._untold.lost  # of who never receives, the losses are one
+            self._untold = loss
+
+    def _leave(self, consumer: Consumer) -> None:
         self._current = None
         self._past.append(consumer)
-        if over:
-            return
-        if isinstance(error, PeerLostError):
-            raise error
-        lost = PeerLostError(f"the exporter was dropped: {error}", peer="exporter")
-        lost.lost = consumer._unread_lost
-        raise lost from error
 
-    # -- tickets -----------------------------------------------------------------------------
-
-    async def reconstruct(
-        self,
-        ticket: Ticket,
-        *,
-        count: int = 1,
-        group: AttentionGroup | None = None,
-        stream: object = None,
-    ) -> Tensor:
-        """Do as ``Consumer.reconstruct``, with the exporter that is there, or the next.
-
-        Only ``receive`` goes on from an exporter that is gone; until then its tickets raise
-        LostTicketError, and those of the next one ForeignTicketError.
-        """
-        consumer = await self._present()
-        return await consumer.reconstruct(ticket, count=count, group=group, stream=stream)
-
-    async def borrow(self, ticket: Ticket | OwnerTicket) -> Owner:
-        """Do as ``Consumer.borrow``; see :meth:`reconstruct`."""
-        return await (await self._present()).borrow(ticket)
-
-    def acknowledge(
-        self, ticket: Ticket | OwnerTicket, *, count: int = 1, group: AttentionGroup | None = None
-    ) -> None:
-        """Do as ``Consumer.acknowledge``; nothing where no exporter is there to be told."""
-        consumer = self._look()
-        if consumer is not None:
-            consumer.acknowledge(ticket, count=count, group=group)
-
-    async def _to_device(self, value: object, stream: object) -> object:
-        return await (await self._present())._to_device(value, stream)
-
-    async def _present(self) -> Consumer:
-        while (consumer := self._look()) is None:
-            await self._until_come()
-        return consumer
+    def _tell_loss(self) -> None:
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            raise untold
 
     # -- the next exporter -------------------------------------------------------------------
 
@@ -199,13 +175,16 @@ class ReconnectingConsumer(ObjectReceiveStream[Batch]):
             if self._past:
                 await self._past[-1]._until_hung_up()
             self._forget_idle()
-            self._current = await self._next()
-            self._current._on_news = self._tell_news
+            self._come_to(await self._next())
         except Exception as error:
             self._failure = error  # for whoever asks next
         finally:
             self._coming = None
             self._tell_news()
+
+    def _come_to(self, consumer: Consumer) -> None:
+        super()._come_to(consumer)
+        consumer._on_news = self._tell_news
 
     def _tell_news(self) -> None:
         self._on_news()
@@ -274,3 +253,13 @@ def _taken(error: RankError) -> bool:
     if rank is None or count is None:
         return rank is count  # a name has neither
     return rank < count
+
+
+def _as_loss(consumer: Consumer, error: AsyncVMMError) -> PeerLostError:
+    """Return what the end of a consumer's exporter means to who goes on with the next."""
+    if isinstance(error, PeerLostError):
+        return error
+    lost = PeerLostError(f"the exporter was dropped: {error}", peer="exporter")
+    lost.lost = consumer._unread_lost
+    lost.__cause__ = error
+    return lost
