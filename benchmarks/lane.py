@@ -19,6 +19,9 @@ from benchmarks.transports.base import Transport
 PATIENCE = 30.0
 """Seconds that any single step of a lane may take beyond what was asked of it."""
 
+STARTING = 30.0
+"""Seconds beyond its patience that a lane may take to start: the first one imports torch."""
+
 
 Context = ForkServerContext | SpawnContext
 
@@ -99,7 +102,7 @@ class Lane:
         What it is told ``ahead`` the producer does as soon as all are connected; expect it by
         ``done``.
         """
-        self._expect(self.producer, "open")
+        self._expect(self.producer, "open", STARTING)
         for told in ahead:
             self.producer.conn.send(told)
         for index in range(self.setting.consumers if self.transport.delivers else 0):
@@ -108,8 +111,8 @@ class Lane:
     def connected(self) -> None:
         """Wait until all are connected."""
         for side in self.consumers:
-            self._expect(side, "open")
-        self._expect(self.producer, "ready")
+            self._expect(side, "open", STARTING)
+        self._expect(self.producer, "ready", STARTING)
 
     def _start(self, role: str, target: Callable[..., None], *index: int) -> None:
         ours, theirs = self._context.Pipe()
@@ -153,11 +156,12 @@ class Lane:
     def _expect(
         self, side: Side, what: str, seconds: float = 0.0, watch: Callable[[], None] | None = None
     ) -> Any:
-        end = time.monotonic() + self.patience + seconds
+        patience = self.patience + seconds
+        end = time.monotonic() + patience
         while not side.heard:
             left = end - time.monotonic()
             if left <= 0:
-                raise LaneError(f'{side.role} did not say "{what}" within {self.patience:.0f} s')
+                raise LaneError(f'{side.role} did not say "{what}" within {patience:.0f} s')
             self._hear(min(left, 0.02) if watch else left)
             if watch:
                 watch()

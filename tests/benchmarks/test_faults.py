@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -32,12 +33,12 @@ def test_a_transport_that_fails_is_out_and_the_others_go_on(
     run: Callable[..., Run], folder: Path
 ) -> None:
     names = ("Hanging", "Stuck", "Dying", "Raising")
-    seen = run(*(f"{FAULTY}:{name}" for name in names), "floor_loop", patience=1.0, rounds=2)
+    seen = run(*(f"{FAULTY}:{name}" for name in names), "floor_loop", patience=2.0, rounds=2)
     assert seen.row("floor_loop")["wrong"] == 0
     assert seen.row("floor_loop")["per_s"] > 0
     reasons = {name: seen.row(name)["failed"] for name in map(str.lower, names)}
-    assert reasons["hanging"] == 'producer did not say "done" within 1 s'
-    assert reasons["stuck"] == 'producer did not say "done" within 1 s'
+    assert reasons["hanging"] == 'producer did not say "done" within 2 s'
+    assert reasons["stuck"] == 'producer did not say "done" within 2 s'
     assert reasons["dying"] == "consumer 0 died with exit code 7: the reason why"
     assert "RuntimeError: no torch.float8_e4m3fn today" in reasons["raising"]
     assert len(seen.notes) == len(names)
@@ -47,11 +48,12 @@ def test_a_transport_that_fails_is_out_and_the_others_go_on(
 
 @pytest.mark.slow
 def test_nothing_is_left_behind(run: Callable[..., Run], folder: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
     """Kills: leaving a process that cannot hear that it is to end."""
+    before = set(os.listdir("/dev/shm"))
     seen = run(f"{FAULTY}:Stuck", "torch_mp", "asyncvmm", patience=2.0)
     assert "failed" in seen.row("stuck")
     assert multiprocessing.active_children() == []
+    gc.collect()  # semaphores go with their queues
     assert set(os.listdir("/dev/shm")) <= before
 
 
