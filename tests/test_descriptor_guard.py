@@ -19,7 +19,10 @@ def guarded(pytester: pytest.Pytester) -> pytest.Pytester:
     """A test directory with this project's conftest."""
     own = (Path(__file__).parent / "conftest.py").read_text(encoding="utf-8")
     pytester.makeconftest(own)
-    pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
+    root = Path(__file__).parent.parent
+    pytester.makeini(
+        f"[pytest]\nasyncio_default_fixture_loop_scope = function\npythonpath = {root}\n"
+    )
     return pytester
 
 

@@ -45,7 +45,7 @@ def test_there_is_one_logger_per_part_and_the_page_names_it() -> None:
 def test_nothing_is_printed_where_logging_is_not_set_up() -> None:
     """Kills: warnings on the standard error of a program that has its own."""
     done = subprocess.run(
-        [sys.executable, "-c", WARNS], capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-c", WARNS], capture_output=True, text=True, check=True, timeout=100
     )
     assert (done.stdout, done.stderr) == ("", "")
 

@@ -11,6 +11,7 @@ import torch
 from blockbuster import blockbuster_ctx
 
 import asyncvmm
+from tests.patience import PROMPTLY
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ async def produce(name: str) -> None:
 async def test_a_whole_session_blocks_nowhere(prefix: str) -> None:
     """Kills the planted bug of a socket file that is unlinked, or a page prepared, on the loop."""
     name = f"{prefix}never-blocks-{os.getpid()}"
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(PROMPTLY), asyncio.TaskGroup() as tasks:
         consumer = tasks.create_task(consume(name))
         tasks.create_task(produce(name))
     assert consumer.result() == 2 * 9 * (0 + 1 + 2 + 3 + 4 + 5 + 1)

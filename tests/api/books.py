@@ -7,6 +7,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from asyncvmm import Exporter, PoolStatistics
+from tests.patience import PROMPTLY
 
 
 async def passes(count: int = 1) -> None:
@@ -15,7 +16,7 @@ async def passes(count: int = 1) -> None:
         await asyncio.sleep(0)
 
 
-async def until(condition: Callable[[], bool], what: str = "", seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], what: str = "", seconds: float = PROMPTLY) -> None:
     """Let the loop go round until the condition holds; fail after ``seconds``."""
     deadline = monotonic() + seconds
     while not condition():

@@ -21,6 +21,7 @@ from asyncvmm import Broadcast, Compete, Consumer, EndOfStream, Exporter, Group,
 from asyncvmm._exporter.connections import Connections
 from asyncvmm.testing import open_pair
 from tests.api.books import check_all_back, check_books, passes, until
+from tests.patience import PROMPTLY
 
 ONE = {"x": torch.ones(3)}
 
@@ -180,7 +181,7 @@ async def test_those_who_wait_for_an_exporter_are_told_when_it_closes() -> None:
         await fail_inside()
     for task in waiting:
         with pytest.raises(asyncvmm.ClosedError):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PROMPTLY):
                 await task
 
 

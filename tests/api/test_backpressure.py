@@ -23,6 +23,7 @@ from asyncvmm._types import SegmentInfo
 from asyncvmm.testing import Counters, Pair, open_pair
 from tests.api import steps as own_steps
 from tests.api.books import check_all_back, check_books, check_no_sleeper, passes, until
+from tests.patience import PROMPTLY
 from tests.process import steps
 from tests.process.harness import Peers
 
@@ -460,13 +461,13 @@ async def test_odd_sizes_are_usable_to_the_last_chunk(pool: int, most: int) -> N
         limit = (most + 255) // 256 * 256
         with pytest.raises(asyncvmm.OwnerTooLargeError):
             await exporter.send({"x": torch.zeros(limit + 1, dtype=torch.uint8)})
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PROMPTLY):
             await exporter.send({"x": torch.zeros(limit, dtype=torch.uint8)})
         (await pair.consumer.receive()).release()
         await exporter.drain()
         # And in the smallest pieces, until it is full.
         count = limit // 256
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PROMPTLY):
             for _ in range(count):
                 await exporter.send({"x": torch.zeros(1, dtype=torch.uint8)})
         stats = check_books(exporter)
@@ -620,7 +621,7 @@ async def test_a_segment_that_is_given_back_while_a_consumer_comes_is_not_waited
             async with asyncio.timeout(0.3):
                 await until(lambda: exporter.statistics().shrunk == 1)
         Gated.gate.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PROMPTLY):
             consumer = await coming
         await exporter.send(chunk(30, 3), to=1)
         async with await consumer.receive() as batch:
@@ -724,7 +725,7 @@ async def test_a_hundred_thousand_owners_through_a_small_pool(peers: Peers) -> N
         await consumer.call(steps.connect, "pool", 0)
         ours, theirs = [], []
         for first in range(0, rounds * portion, portion):
-            soaking = consumer.begin(own_steps.soak, first, portion)
+            soaking = consumer.begin_long(200, own_steps.soak, first, portion)
             await produce_soak(exporter, first, portion)
             theirs.append(await soaking)
             ours.append(vars(Counters.of()))

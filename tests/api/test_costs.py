@@ -9,6 +9,7 @@ polls that do not wait, one before each turn of its loop in which something is t
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 
 import pytest
@@ -19,7 +20,7 @@ from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._backends.memfd import HostExporterRegion
 from asyncvmm._fds import OwnedFd
 from asyncvmm._tensors.host import HostPort
-from asyncvmm.testing import Counters, open_pair
+from asyncvmm.testing import Counters, Process, open_pair
 from tests.api import steps as own_steps
 from tests.api.books import check_all_back, until
 from tests.api.syscalls import SystemCalls
@@ -225,7 +226,7 @@ async def test_waiting_costs_nothing(peers: Peers) -> None:
     Kills: polling with a timer (field report 61).
     """
     async with asyncvmm.open_exporter(
-        "pool", device="cpu", pool_bytes="64KiB", slots=1
+        "pool", device="cpu", pool_bytes="64KiB", slots=1, explain_after=math.inf
     ) as exporter:
         rank = peers.start()
         await rank.call(steps.connect, "pool", 0)
@@ -233,8 +234,7 @@ async def test_waiting_costs_nothing(peers: Peers) -> None:
         waiter = asyncio.create_task(exporter.send(ONE))
         await exporter.wait_attached(1)
         await rank.call(steps.statistics)
-        await asyncio.sleep(0.05)  # whatever the attaching left to do is done
-        before = switches(rank.pid)
+        before = await settled(rank)
         with SystemCalls() as calls:
             await asyncio.sleep(0.3)
         assert switches(rank.pid) == before
@@ -244,6 +244,17 @@ async def test_waiting_costs_nothing(peers: Peers) -> None:
         waiter.cancel()
         await rank.killed()
         await asyncio.wait([waiter])
+
+
+async def settled(process: Process) -> int:
+    """Wait until a process has nothing left to do; return how often it has gone to sleep."""
+    looks, before = 0, 0
+    while looks < 50:
+        await asyncio.sleep(0.002)
+        now = switches(process.pid)
+        looks = looks + 1 if now == before and process._state == "S" else 0
+        before = now
+    return before
 
 
 def switches(pid: int) -> int:

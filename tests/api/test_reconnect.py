@@ -17,6 +17,7 @@ from asyncvmm import Batch, Exporter, PeerLostError, ReconnectingConsumer
 from asyncvmm.testing import ProcessRaisedError
 from asyncvmm.testing.counters import pool_mappings
 from tests.api.books import passes, until
+from tests.patience import PROMPTLY
 from tests.process import steps
 from tests.process.harness import Peers
 from tests.process.patterns import features, note, wrong
@@ -111,7 +112,7 @@ async def test_one_of_several_receivers_is_told_and_the_others_wait() -> None:
     async with exporting() as exporter:
         await send(exporter, 1)
         await send(exporter, 2)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PROMPTLY):
             batches = [await task for task in waiting]
         assert sorted(str(batch[0].key) for batch in batches) == ["1", "2"]
         await consumer.aclose()
@@ -424,7 +425,7 @@ async def test_a_rank_in_a_process_of_its_own_outlives_two_exporters(peers: Peer
     connecting = rank.begin(steps.connect, NAME, 0, {"reconnect": True})
     taking: asyncio.Future[list[int]] | None = None
     for life in range(3):
-        async with exporting(crash=life < 2) as exporter, asyncio.timeout(10):
+        async with exporting(crash=life < 2) as exporter, asyncio.timeout(PROMPTLY):
             await exporter.wait_attached(1)
             await connecting
             acks = [

@@ -15,6 +15,7 @@ from asyncvmm._consumer.lease import Lease
 from asyncvmm._tensors.host import HostPort
 from asyncvmm.testing import FakeDevice, FakePort, open_pair
 from tests.api.books import check_all_back, passes, until
+from tests.patience import PROMPTLY
 
 
 async def test_two_threads_take_the_first_view_of_an_owner_at_once(
@@ -25,7 +26,7 @@ async def test_two_threads_take_the_first_view_of_an_owner_at_once(
     Kills the planted bug of the later thread's holder in place of the earlier's: the slot would
     go back with the later view, while the earlier one is read.
     """
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=PROMPTLY)
     holder, opened = HostPort.holder, Lease.open
     views: list[torch.Tensor] = []  # the view of the thread that came later is the last
 
@@ -71,7 +72,7 @@ async def test_a_release_overtakes_a_first_view_in_another_thread(
 
     def slow(self: HostPort, *args: Any) -> object:
         begun.set()
-        assert go.wait(10)
+        assert go.wait(PROMPTLY)
         return holder(self, *args)
 
     monkeypatch.setattr(HostPort, "holder", slow)

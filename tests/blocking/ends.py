@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import torch
 
 from asyncvmm import Broadcast, Compete, blocking
+from tests.patience import PROMPTLY
 
 T = TypeVar("T")
 
-SECONDS = 20
-"""Far more than anything takes, so that a hang fails and nothing else."""
+SECONDS = PROMPTLY
+"""For a wait; far more than any takes, so that a hang fails and nothing else."""
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from asyncvmm.cli.demo import images, model
+from tests.patience import PROMPTLY
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +47,7 @@ def command(*arguments: str) -> list[str]:
 def run_demo(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     """Run the demo to its end."""
     done = subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=50, check=False
+        command(*arguments), capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == status, done.stderr
     return done
@@ -151,7 +152,7 @@ def test_killed_rank_ends_the_demo_with_a_typed_error(running: subprocess.Popen[
     """Kills the planted bug of a demo that waits for ever for a rank that is gone."""
     ranks = ranks_of(running, 2)
     os.kill(ranks[1], signal.SIGKILL)
-    stdout, stderr = running.communicate(timeout=20)
+    stdout, stderr = running.communicate(timeout=100)
     assert running.returncode == 1
     assert stdout == ""
     assert len(stderr.splitlines()) == 1
@@ -174,7 +175,7 @@ def test_interruption_leaves_nothing_behind(
     """Kills the planted bug of ranks that outlive the demo, or of a traceback after Ctrl-C."""
     ranks = ranks_of(running)
     interrupt(running.pid, number)
-    stdout, stderr = running.communicate(timeout=20)
+    stdout, stderr = running.communicate(timeout=100)
     assert running.returncode == status, stderr
     assert stdout == ""
     assert len(stderr.splitlines()) == 1
@@ -198,8 +199,8 @@ def wait_for_end(pidfd: int) -> None:
     """Wait until the process ends."""
     import select
 
-    ready, _, _ = select.select([pidfd], [], [], 20)
-    assert ready, "a rank outlived the demo by 20 s"
+    ready, _, _ = select.select([pidfd], [], [], PROMPTLY)
+    assert ready, f"a rank outlived the demo by {PROMPTLY} s"
 
 
 def test_help_is_there_without_torch() -> None:
@@ -211,7 +212,7 @@ def test_help_is_there_without_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=20, check=True
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=100, check=True
     )
     for option in ("--device", "--route", "--ranks", "--batches", "--images", "--json", "--loop"):
         assert option in done.stdout

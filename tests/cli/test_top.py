@@ -23,15 +23,13 @@ from asyncvmm.cli import observing
 from asyncvmm.cli.observing import Observer, Watch
 from asyncvmm.cli.top.screen import screen, size
 from asyncvmm.cli.top.view import view
+from tests.patience import PROMPTLY
 from tests.process import steps
 from tests.process.harness import Peers
 
 DATA = {"x": torch.arange(10)}
 ABSTRACT = f"@asyncvmm-top-test-{os.getpid()}"
 TOP = (sys.executable, "-m", "asyncvmm.cli", "top")
-SECONDS = 5.0
-PROMPTLY = 1.0
-"""Seconds within which who stands still must be named."""
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -54,7 +52,7 @@ def ours(observers: list[Observer]) -> list[Observer]:
 
 
 async def look(watch: Watch) -> list[Observer]:
-    return ours(await asyncio.to_thread(watch.look, SECONDS))
+    return ours(await asyncio.to_thread(watch.look, PROMPTLY))
 
 
 async def top(*arguments: str) -> tuple[str, str]:
@@ -106,7 +104,7 @@ async def test_a_stopped_exporter_is_shown_as_one_that_does_not_answer(peers: Pe
     await peer.call(steps.open_exporter, "still", 1)
     async with exporting() as exporter:
         with closing(Watch([])) as watch:
-            seen = await asyncio.to_thread(watch.look, SECONDS)
+            seen = await asyncio.to_thread(watch.look, PROMPTLY)
             assert {"still", "vision"} <= {each.label for each in seen}
             peer.stop()
             for _ in range(2):
@@ -122,7 +120,7 @@ async def test_a_stopped_exporter_is_shown_as_one_that_does_not_answer(peers: Pe
             peer.resume()
             await peer.call(steps.leave)
             for _ in range(2):  # the answer that was on its way, and the end
-                seen = await asyncio.to_thread(watch.look, SECONDS)
+                seen = await asyncio.to_thread(watch.look, PROMPTLY)
             assert "still" not in {each.label for each in seen}
 
 
@@ -276,7 +274,7 @@ def test_rubbish_for_an_answer_is_an_error_of_its_kind(folder: Path) -> None:
                 liar = listener.accept()[0]
                 liar.send(answer)
                 with liar, pytest.raises(error):
-                    watch.look(SECONDS)
+                    watch.look(PROMPTLY)
     os.unlink(address)
 
 

@@ -27,6 +27,7 @@ from asyncvmm.cli.demo.plan import Plan
 from asyncvmm.cli.loops import LoopChoice
 from asyncvmm.cli.observing import Watch
 from asyncvmm.testing import open_pair
+from tests.patience import PROMPTLY
 from tests.process import steps
 from tests.process.conftest import folder, nursery, peers
 from tests.process.harness import Peers, until
@@ -46,6 +47,12 @@ ROOT = Path(__file__).parent.parent.parent
 DEMO = f"@asyncvmm-metrics-demo-{os.getpid()}"
 DATA = {"x": torch.arange(10)}
 Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a loop that is only kept off the processor."""
+    monkeypatch.setattr(prometheus, "SCRAPE_SECONDS", PROMPTLY)
 
 
 def scrape(metrics: ExporterMetrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -292,7 +299,7 @@ def look_from_outside(over: threading.Event, seen: list[Snapshot]) -> None:
             contextlib.closing(Watch([DEMO])) as watch,
         ):
             while not over.wait(0.02):
-                seen += [each.now for each in watch.look(5.0) if each.now is not None]
+                seen += [each.now for each in watch.look(PROMPTLY) if each.now is not None]
 
 
 def test_a_metric_has_the_words_of_what_it_shows_in_its_name() -> None:

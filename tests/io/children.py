@@ -50,4 +50,4 @@ def child(program: str, *arguments: str, bare: bool = False) -> Iterator[Child]:
             yield process
         finally:
             process.kill()
-            process.wait(10)
+            process.wait()

@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncvmm._fds import OwnedFd
 from asyncvmm._io.link import Link
+from tests.patience import PROMPTLY
 
 
 def frame(messages: Sequence[bytes]) -> bytes:
@@ -105,7 +106,7 @@ class End:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition`` holds; it is looked at whenever something arrived."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PROMPTLY):
             while not condition():
                 self._news.clear()
                 await self._news.wait()

@@ -17,6 +17,7 @@ from asyncvmm._io.listener import Listener
 from asyncvmm._io.names import Address, resolve
 from tests.io.children import LISTEN, child
 from tests.io.ends import open_fds
+from tests.patience import PROMPTLY
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -63,7 +64,7 @@ def test_name_of_a_killed_exporter_is_taken_over(either: Address) -> None:
     """Kills: a node that makes every later start fail."""
     with child(LISTEN, either.display, bare=True) as process:
         process.kill()
-        process.wait(10)
+        process.wait()
     if either.kind == "path":
         assert os.path.exists(either.sockaddr)
     for _ in range(2):
@@ -113,9 +114,9 @@ def test_socket_that_does_not_listen_yet_is_not_taken_over(
         sock.bind(address.sockaddr)
         thread = threading.Thread(target=second)
         thread.start()
-        assert waiting.wait(10)
+        assert waiting.wait(PROMPTLY)
         sock.listen()
-    thread.join(10)
+    thread.join()
     sock.close()
     assert [type(error) for error in found] == [errors.NameInUseError]
 
@@ -176,7 +177,7 @@ def test_forked_child_neither_holds_nor_unlinks_the_name(address: Address) -> No
         with binding.new_socket() as sock:
             sock.connect(address.sockaddr)
         process.kill()
-        process.wait(10)
+        process.wait()
         # The second child still lives, and does not answer in its parent's name.
         Listener.bind(address).close()
 

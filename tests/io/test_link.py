@@ -228,7 +228,7 @@ def test_descriptor_lost_at_the_open_file_limit_is_told() -> None:
         """
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=20
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=100
     )
     assert done.stdout == "told\n", done.stderr
 

@@ -13,6 +13,7 @@ import pytest
 from asyncvmm import _errors as errors
 from asyncvmm._fds import OwnedFd
 from tests.io.ends import End, frame, memfd, open_fds, pair, turns
+from tests.patience import PROMPTLY
 
 
 @pytest.fixture
@@ -227,7 +228,7 @@ async def test_last_words_survive_finish_25_of_25() -> None:
         left.link.post(b"goodbye")
         left.link.start()
         right.link.start()
-        assert await left.link.finish(5)
+        assert await left.link.finish(PROMPTLY)
         assert await right.ended() is None
         arrived += right.messages[-1:] == [b"goodbye"]
         assert len(left.messages) == 100
@@ -242,7 +243,7 @@ async def test_both_ends_may_finish_at_once(ends: list[End]) -> None:
     left, right = joined(ends)
     left.link.post(b"goodbye")
     right.link.post(b"goodbye")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PROMPTLY):
         assert all(await asyncio.gather(left.link.finish(60), right.link.finish(60)))
     assert left.messages == right.messages == [b"goodbye"]
 
@@ -255,7 +256,7 @@ async def test_finish_sends_a_queue_that_the_kernel_had_refused(ends: list[End])
     left.link.start()
     count = fill(left)
     left.link.post(b"goodbye")
-    finishing = asyncio.create_task(left.link.finish(5))
+    finishing = asyncio.create_task(left.link.finish(PROMPTLY))
     await turns()
     left.link.post(b"after finish")
     right.link.start()
@@ -310,7 +311,7 @@ async def test_protocol_error_while_finishing_is_logged(
     left.on_packet = refuse
     right.link.post(b"x")
     with caplog.at_level(logging.WARNING):
-        assert not await left.link.finish(5)
+        assert not await left.link.finish(PROMPTLY)
     assert "nonsense" in caplog.text
     assert left.ends == []
 

@@ -20,6 +20,7 @@ from asyncvmm._io.binding import new_socket
 from asyncvmm._io.liveness import DeathWatch, identify
 from tests.io.children import child
 from tests.io.ends import End, pair, turns
+from tests.patience import PROMPTLY
 
 CONNECT = """
     import os, socket, sys
@@ -81,7 +82,7 @@ class Deaths:
         self._news.set()
 
     async def told(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PROMPTLY):
             await self._news.wait()
 
 
@@ -140,7 +141,7 @@ print(peer.pid, peer.source)
         ["unshare", "--pid", "--fork", sys.executable, "-c", program, listening.getsockname()],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=100,
     )
     if done.returncode and "unshare" in done.stderr:
         pytest.skip(f"no pid namespace here: {done.stderr.strip()}")
@@ -194,7 +195,7 @@ async def test_death_is_known_at_once_without_the_loop(listening: socket.socket)
         with accepted:
             watch = DeathWatch(asyncio.get_running_loop(), own(identify(accepted).pidfd), deaths)
             process.kill()
-            process.wait(10)
+            process.wait()
             assert watch.dead()
             assert deaths.count == 0
             await deaths.told()
@@ -212,7 +213,7 @@ async def test_closed_watch_tells_nothing(listening: socket.socket) -> None:
             watch.close()
             assert pidfd.number == -1
             process.kill()
-            process.wait(10)
+            process.wait()
             await turns(5)
             assert deaths.count == 0
             assert not watch.dead()

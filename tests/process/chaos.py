@@ -139,13 +139,13 @@ class Chaos:
     async def has(self, peer: Process, descriptors: Counter[str]) -> None:
         """See that a process has the descriptors that it had, once all has settled."""
         with suppress(TimeoutError):
-            await until(lambda: ours(peer) == descriptors, 2)
+            await until(lambda: ours(peer) == descriptors)
         assert ours(peer) == descriptors, f"{ours(peer)} and not {descriptors}"
 
     # -- what happens ------------------------------------------------------------------------
 
     async def kill_consumer(self) -> None:
-        """Kill one; the exporter says so once at most, and has everything back within a second."""
+        """Kill one; the exporter says so once at most, and gets everything back."""
         number = self.chance.randrange(2)
         victim = self.consumers[number]
         lines, before = len(self.exporter.printed), ours(self.exporter)

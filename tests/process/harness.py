@@ -11,11 +11,10 @@ from contextlib import contextmanager
 
 from asyncvmm._fds import OwnedFd
 from asyncvmm.testing import ForkServer, Process, Processes
+from tests.patience import PROMPTLY
 from tests.process import puppet
 
 __all__ = ["Peers", "fork_server", "kill", "turns", "until"]
-
-ANSWER_SECONDS = 30
 
 
 class Peers(Processes):
@@ -49,7 +48,7 @@ def kill(pid: int) -> None:
         select.select([pidfd], [], [])
 
 
-async def until(condition: Callable[[], bool], seconds: float = ANSWER_SECONDS) -> None:
+async def until(condition: Callable[[], bool], seconds: float = PROMPTLY) -> None:
     """Look at a condition again and again, for the few that no event tells of."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is looked at tells nobody

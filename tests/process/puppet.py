@@ -10,9 +10,12 @@ import signal
 import asyncvmm
 from asyncvmm.testing import Here
 from asyncvmm.testing.server import serve
+from tests.patience import raise_limits
 
 CLONE_NEWPID = 0x2000_0000
 PR_SET_PDEATHSIG = 1
+
+raise_limits()
 
 
 class Me(Here):

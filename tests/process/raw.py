@@ -15,9 +15,9 @@ from typing import Any, Self
 from asyncvmm._core import wire
 from asyncvmm._core.layout import chunk_bytes, feature_bytes
 from asyncvmm._types import RegionInfo, SegmentInfo
+from tests.patience import PROMPTLY
 
 PAGE = mmap.PAGESIZE
-WAIT_SECONDS = 5
 SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0010  # SEAL, SHRINK, GROW, FUTURE_WRITE
 
 
@@ -36,7 +36,7 @@ class Raw:
 
     async def send(self, *packets: bytes, fds: Sequence[int] = ()) -> None:
         """Send packets, each with the same descriptors; a peer that hung up is no error here."""
-        async with asyncio.timeout(WAIT_SECONDS):
+        async with asyncio.timeout(PROMPTLY):
             for packet in packets:
                 while True:
                     try:
@@ -50,7 +50,7 @@ class Raw:
 
     async def packet(self) -> bytes | None:
         """Return the next packet, its descriptors closed; None once the peer has hung up."""
-        async with asyncio.timeout(WAIT_SECONDS):
+        async with asyncio.timeout(PROMPTLY):
             while True:
                 try:
                     data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, 256)
@@ -134,7 +134,7 @@ class RawExporter:
 
     async def accept(self) -> Raw:
         """Accept a consumer and read its hello."""
-        async with asyncio.timeout(WAIT_SECONDS):
+        async with asyncio.timeout(PROMPTLY):
             while True:
                 with contextlib.suppress(BlockingIOError):
                     sock, _ = self.listener.accept()

@@ -13,6 +13,7 @@ from typing import Self
 from asyncvmm._core import wire
 from asyncvmm._errors import RemoteProtocolError
 from asyncvmm._types import RegionInfo, SegmentInfo
+from tests.patience import PROMPTLY
 from tests.process import grammar
 from tests.process.raw import PAGE, memfd, packet, welcome
 
@@ -72,7 +73,7 @@ class Plan:
 def connected(address: str) -> socket.socket:
     """Return a socket to an exporter."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(5)
+    sock.settimeout(PROMPTLY)
     sock.connect(address)
     return sock
 
@@ -132,7 +133,7 @@ def accept(listener: socket.socket, chance: random.Random) -> socket.socket:
     """
     while True:
         sock = listener.accept()[0]
-        sock.settimeout(5)
+        sock.settimeout(PROMPTLY)
         with contextlib.suppress(*GONE):
             if not _comes_back(read(sock)):
                 return sock

@@ -14,13 +14,11 @@ import torch
 
 import asyncvmm
 from asyncvmm.testing.counters import descriptors, pool_mappings
+from tests.patience import PROMPTLY
 from tests.process import steps
 from tests.process.chaos import KILLS, Chaos, ReconnectingChaos
 from tests.process.harness import Peers, kill, turns, until
 from tests.process.patterns import features, note, wrong
-
-PROMPTLY = 1.0
-"""Seconds within which the death of the other process must have been acted upon."""
 
 SPEC = {"x": asyncvmm.TensorSpec((8,), torch.uint8)}
 
@@ -200,7 +198,7 @@ async def test_a_consumer_that_dies_while_it_connects_leaves_its_rank_free(
         await peer.killed()
         connecting.cancel()
         successor = peers.start()
-        await until(lambda: not exporter.statistics().consumers, PROMPTLY)
+        await until(lambda: not exporter.statistics().consumers)
         await successor.call(steps.connect, "pool", 0)
         ack = await send(exporter, 1)
         await successor.call(steps.take, 1)
@@ -385,9 +383,11 @@ async def test_an_exporter_that_leaves_with_owners_out_waits_and_then_names_them
         await manager.__aexit__(None, None, None)
     (warning,) = caught
     text = str(warning.message)
-    assert re.search(
-        r"closed after 0.3 s with 2 owners still out, held by .* consumers 0; .* 0\.[3-9] s", text
-    ), text
+    found = re.search(
+        r"closed after 0.3 s with 2 owners still out, held by .* consumers 0; .* (\d+\.\d) s", text
+    )
+    assert found, text
+    assert float(found[1]) >= 0.3
     for ack in acks:
         with pytest.raises(asyncvmm.ClosedError):
             await ack
@@ -438,7 +438,7 @@ async def test_a_name_is_free_while_a_child_of_the_dead_exporter_has_its_socket(
     try:
         await peer.killed()
         with pytest.raises(asyncvmm.ExporterNotFoundError):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PROMPTLY):
                 await asyncvmm.connect("pool", device="cpu", rank=0).__aenter__()
         waiting = asyncio.ensure_future(
             asyncvmm.connect("pool", device="cpu", rank=0, wait=True).__aenter__()

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import asyncvmm
 from asyncvmm.testing import Counters
+from tests.patience import PROMPTLY
 from tests.process.harness import until
 from tests.process.sessions import Plan, accept, attack_consumer, attack_exporter
 
@@ -104,7 +105,7 @@ def test_no_exporter_can_harm_a_consumer(runner: asyncio.Runner, folder: Path) -
 
             attacking = asyncio.ensure_future(asyncio.to_thread(attack))
             with contextlib.suppress(asyncvmm.AsyncVMMError):
-                async with asyncio.timeout(10), asyncvmm.connect(address, rank=0) as consumer:
+                async with asyncio.timeout(PROMPTLY), asyncvmm.connect(address, rank=0) as consumer:
                     async for batch in consumer:
                         batch.release()
             over.set()

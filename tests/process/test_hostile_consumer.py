@@ -19,6 +19,7 @@ from asyncvmm._core import wire
 from asyncvmm._exporter import connections
 from asyncvmm._types import RegionInfo
 from asyncvmm.testing import Counters
+from tests.patience import PROMPTLY
 from tests.process.harness import turns, until
 from tests.process.patterns import features, note, wrong
 from tests.process.raw import RawConsumer, packet, welcome
@@ -80,7 +81,7 @@ class Victim:
         """Show that the honest one is served, and that nothing of the others is left."""
         await until(lambda: len(self.exporter.statistics().consumers) == 1)
         ack = await self.send(1, 0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PROMPTLY):
             batch = await self.honest.receive()
         assert wrong(batch[0]) == ""
         batch.release()

@@ -11,6 +11,7 @@ import pytest
 
 import asyncvmm
 from asyncvmm.testing import Process, ProcessRaisedError
+from tests.patience import PROMPTLY
 from tests.process import steps
 from tests.process.harness import Peers, until
 from tests.process.patterns import features, note
@@ -103,7 +104,7 @@ async def test_an_exporter_at_its_limit_lets_consumers_wait(peers: Peers, left: 
         assert not newcomer.done()
         assert len(host.printed) == 1
         await host.call(steps.give_descriptors_back)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PROMPTLY):
             consumer = await newcomer
         (await consumer.receive()).release()
         await consumer.aclose()
@@ -129,7 +130,7 @@ async def test_an_exporter_that_cannot_export_hangs_up_and_goes_on(peers: Peers)
     async with asyncvmm.connect("pool", device="cpu", rank=0) as attached:
         await host.call(steps.use_up_descriptors, 2)
         with pytest.raises(asyncvmm.PeerLostError):
-            async with asyncio.timeout(5), asyncvmm.connect("pool", device="cpu", rank=1):
+            async with asyncio.timeout(PROMPTLY), asyncvmm.connect("pool", device="cpu", rank=1):
                 pass
         await until(lambda: len(host.printed) > 0)
         assert "EMFILE" in host.printed[0]

@@ -13,6 +13,7 @@ from asyncvmm import BackendError
 from asyncvmm._io.names import resolve
 from asyncvmm.testing import FakeDevice, FakePort
 from asyncvmm.testing.counters import pool_mappings
+from tests.patience import PROMPTLY
 from tests.process.harness import turns, until
 from tests.process.patterns import features, note, wrong
 from tests.process.ports import WatchedPort
@@ -115,18 +116,24 @@ async def test_who_never_says_that_it_has_mapped_loses_its_seat(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kills: a rank that is taken for as long as a silent process lives."""
-    monkeypatch.setattr("asyncvmm._exporter.connections.ATTACHING_SECONDS", 0.05)
+    address = resolve("pool").sockaddr
     async with asyncvmm.open_exporter("pool", device="cpu", **ELASTIC) as exporter:
-        with RawConsumer.to(resolve("pool").sockaddr) as raw:
+        with RawConsumer.to(address) as raw:
             await raw.hello(0)
             with pytest.raises(asyncvmm.RankError):
                 await asyncvmm.connect("pool", device="cpu", rank=0).__aenter__()
+        await until(lambda: exporter.statistics().consumers == ())
+        with monkeypatch.context() as impatient, RawConsumer.to(address) as raw:
+            impatient.setattr("asyncvmm._exporter.connections.ATTACHING_SECONDS", 0.05)
+            await raw.hello(0)
             assert await raw.rest() == []
             await until(lambda: exporter.statistics().consumers == ())
-            async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
-                await asyncio.sleep(0.1)  # the deadline is over for who has said it
-                await send(exporter, 0, 100)
-                (await take(consumer, 0)).release()
+        async with asyncvmm.connect("pool", device="cpu", rank=0) as consumer:
+            await exporter.wait_attached(1)
+            (conn,) = exporter._connections.open.values()
+            assert conn.deadline is None  # for who has said it
+            await send(exporter, 0, 100)
+            (await take(consumer, 0)).release()
 
 
 # -- consumers that leave while their work runs ---------------------------------------------------
@@ -190,7 +197,7 @@ async def test_a_fence_that_broke_after_its_consumer_left_ends_with_the_process(
         await until(lambda: exporter.statistics().slots.quarantined == 1)
         (conn,) = exporter._connections.open.values()
         exporter._connections._on_death(conn)  # as if its process had ended
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(PROMPTLY):
             assert (await ack).released == (0,)
         assert exporter.statistics().slots.free == 2
         assert not exporter._connections.open
@@ -220,7 +227,7 @@ async def test_views_that_outlive_their_consumer_are_released_stream_by_stream(
         slow, quick = device.pending("release")
         assert (slow.streams, quick.streams) == ((7,), (8,))
         quick.finish()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(PROMPTLY):
             assert (await acks[1]).complete
         assert not acks[0].done()
         slow.finish()

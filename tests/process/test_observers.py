@@ -17,19 +17,17 @@ import torch
 import asyncvmm
 from asyncvmm._core import observation, wire
 from asyncvmm._core.ledger import Peer
-from asyncvmm._exporter import connections, observing, reporting
+from asyncvmm._exporter import observing, reporting
 from asyncvmm._types import SegmentInfo
 from asyncvmm.cli.observing import Observer, Watch
 from asyncvmm.testing import Counters, open_pair
+from tests.patience import PROMPTLY
 from tests.process import steps
 from tests.process.harness import Peers, until
 from tests.process.patterns import features, note
 from tests.process.raw import Raw, RawConsumer, packet
 
 DATA = {"x": torch.arange(10)}
-SECONDS = 5.0
-"""For an answer; far more than any takes."""
-
 OBSERVE = wire.encode_greeting(wire.Observe())
 
 
@@ -42,7 +40,7 @@ async def exporting(folder: Path, **options: Any) -> AsyncIterator[asyncvmm.Expo
 
 
 async def looked(watch: Watch) -> Observer:
-    (observer,) = await asyncio.to_thread(watch.look, SECONDS)
+    (observer,) = await asyncio.to_thread(watch.look, PROMPTLY)
     return observer
 
 
@@ -237,8 +235,7 @@ async def test_nothing_is_worked_out_for_who_does_not_ask(
                     (await consumer.receive()).release()
                     await ack
             assert len(answers) == 1
-            monkeypatch.setattr(connections, "HANG_UP_SECONDS", 60.0)
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(PROMPTLY):
                 await exporter._connections.finish()
             assert await end.rest() == []
 

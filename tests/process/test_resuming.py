@@ -16,12 +16,11 @@ from asyncvmm._fds import OwnedFd
 from asyncvmm._io.names import resolve
 from asyncvmm.testing import FakeDevice, FakePort, ProcessRaisedError
 from asyncvmm.testing.counters import descriptors, pool_mappings
+from tests.patience import PROMPTLY
 from tests.process import steps
 from tests.process.harness import Peers, turns, until
 from tests.process.patterns import features, note
 from tests.process.raw import RawConsumer
-
-PROMPTLY = 1.0
 
 
 def open_exporter(ranks: int, **options: Any) -> asyncvmm.open_exporter:

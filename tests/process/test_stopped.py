@@ -9,12 +9,10 @@ import pytest
 
 import asyncvmm
 from asyncvmm.testing.counters import descriptors
+from tests.patience import PROMPTLY
 from tests.process import steps
 from tests.process.harness import Peers, turns, until
 from tests.process.patterns import features, note
-
-PROMPTLY = 1.0
-"""Seconds within which the end of a process must have been acted upon."""
 
 
 def open_exporter(ranks: int, **options: Any) -> asyncvmm.open_exporter:

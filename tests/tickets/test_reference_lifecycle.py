@@ -24,6 +24,7 @@ from asyncvmm.tickets import (
 )
 from asyncvmm.tickets.transport import OnFull
 from tests.api.books import check_all_back, check_books, passes
+from tests.patience import PROMPTLY
 
 
 def tensor(seed: int, count: int = 50) -> torch.Tensor:
@@ -148,7 +149,7 @@ async def test_the_async_form_keeps_no_room_while_it_waits() -> None:
         await passes(3)
         for task, batch in zip(tasks, batches, strict=True):
             await pair.consumer.reconstruct(held["x"])
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PROMPTLY):
                 await task
             await restore_features(pair.consumer, batch)
         await pair.exporter.drain()

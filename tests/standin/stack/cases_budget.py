@@ -13,6 +13,7 @@ import torch
 
 import asyncvmm
 from asyncvmm._backends import events
+from tests.patience import PROMPTLY
 from tests.process.harness import until
 from tests.standin import Standin
 from tests.standin.stack.cases_failing import go_on
@@ -57,7 +58,7 @@ async def test_whoever_lacks_an_event_is_told(
         if who != "send":
             batch.release()
             del batch
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PROMPTLY):
                 assert (await ack).complete
         await go_on(exporter, consumer)
 

@@ -18,6 +18,7 @@ import torch
 
 import asyncvmm
 from asyncvmm._backends import events
+from tests.patience import PROMPTLY
 from tests.process.harness import until
 from tests.standin import Ledger, Standin
 from tests.standin.peer import join_unmapping
@@ -91,7 +92,7 @@ async def hand_over(exporter: asyncvmm.Exporter, consumer: asyncvmm.Consumer) ->
 
 async def go_on(exporter: asyncvmm.Exporter, consumer: asyncvmm.Consumer) -> None:
     """Use every slot, then see every slot free."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PROMPTLY):
         for _ in range(exporter.statistics().slots.total + 1):
             await hand_over(exporter, consumer)
         await until(lambda: exporter.statistics().slots.free == exporter.statistics().slots.total)
@@ -176,7 +177,7 @@ async def test_releasing(failing: Failing, used: bool) -> None:
             async with failing.armed():
                 batch.release()
                 del batch
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(PROMPTLY):
                     await ack
             await go_on(exporter, consumer)
     assert "cuEventRecord" in failing.names

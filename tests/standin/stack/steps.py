@@ -30,7 +30,7 @@ async def control(me: Me, name: str, *args: Any) -> Any:
 
 async def ended(me: Me) -> None:
     """Wait until this process has given everything back; what others have of the memory counts."""
-    await until(lambda: Standin().ledger()[:7] == Ledger()[:7], seconds=5)
+    await until(lambda: Standin().ledger()[:7] == Ledger()[:7])
 
 
 async def limit_memory(me: Me, nbytes: int) -> None:
