@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import uvloop
+from hypothesis import HealthCheck, settings
+
+from tests.limits import alarm, limited, seconds_of
+from tests.patience import raise_limits
 
 pytest_plugins = ["pytester"]
 
@@ -21,6 +26,16 @@ LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
 GUARDED = ("socket:", "/memfd:", "anon_inode:[eventfd]", "anon_inode:[pidfd]", "pidfd:")
 """How /proc/self/fd names what this library opens.  Since Linux 6.9 pidfds have a file system of
 their own, hence two names."""
+
+# The same examples in every run, so that a run fails for what was changed since the last and for
+# nothing else; `--hypothesis-profile=default` looks for new ones.  An example may take as long as a
+# busy machine needs.
+settings.register_profile(
+    "suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
+
+raise_limits()
 
 descriptors_before = pytest.StashKey[Counter[str]]()
 
@@ -61,11 +76,23 @@ def open_descriptors() -> Counter[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, with the reason."""
+    """Skip what this machine cannot run, with the reason; give each coroutine a time limit."""
     gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if gpu and not cuda_device_count():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.obj = limited(item.obj, seconds_of(item))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """End a function that hangs; coroutines are ended by their loops."""
+    if pyfuncitem.get_closest_marker("asyncio") is not None:
+        return (yield)
+    with alarm(seconds_of(pyfuncitem)):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
