@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ import asyncvmm
 from asyncvmm import Broadcast, OwnerTooLargeError, ReleasedTicketError, WouldBlock
 from asyncvmm._types import ALIGNMENT
 from asyncvmm.testing import FakeDevice, FakePort, open_pair
-from asyncvmm.tickets import FeatureItem, FeatureRequest, FeatureTransport
-from tests.api.books import check_all_back, check_books
+from asyncvmm.tickets import FeatureItem, FeatureRequest, FeatureTransport, restore_features
+from tests.api.books import check_all_back, check_books, passes
 
 X = torch.arange(1000, dtype=torch.float32)
 
@@ -177,6 +178,36 @@ async def test_a_full_pool_falls_back_to_an_inline_host_copy_with_one_warning(
         assert len(caplog.records) == 1
         assert pair.exporter.statistics().fallbacks == transport.statistics().fallbacks == 2
         assert transport.cancel_for_dispatch(requests) == 0
+
+
+async def test_what_falls_back_arrives_as_what_does_not(caplog: pytest.LogCaptureFixture) -> None:
+    """0.5, 1, 1.01 and 100 times a full pool: same dtype, layout and values (field report 30).
+
+    Kills: a fallback that shows how the sender's tensor lay, one that keeps what it copied, one
+    warning for two causes, and one for each request.
+    """
+    async with open_pair(pool_bytes=4096) as pair:
+        transport = FeatureTransport(pair.exporter, on_full="host")
+        held = await pair.exporter.export({"x": X})
+        with caplog.at_level(logging.WARNING, "asyncvmm.tickets"):
+            for share in (0.5, 1.0, 1.01, 100.0) * 5:
+                source = torch.ones(2, int(1024 * share), dtype=torch.bfloat16).t().cumsum(0)
+                request = FeatureRequest([FeatureItem("image", source.requires_grad_())])
+                await transport.prepare_for_dispatch([request])
+                copy = weakref.ref(request.items[0].feature)
+                request = pickle.loads(pickle.dumps(request))
+                await passes()
+                assert copy() is None
+                await restore_features(pair.consumer, [request])
+                found = request.items[0].feature
+                assert torch.equal(found, source)
+                assert (found.dtype, found.requires_grad) == (torch.bfloat16, False)
+                assert not source.is_contiguous()
+                assert found.is_contiguous()
+        assert len(caplog.records) == 2, "one for a full pool, one for what never fits"
+        assert transport.statistics().fallbacks == pair.exporter.statistics().fallbacks == 20
+        assert pair.exporter.cancel(held.owner)
+        check_all_back(pair.exporter)
 
 
 async def test_a_full_pool_may_raise_instead() -> None:

@@ -58,7 +58,7 @@ class DevicePort(Protocol):
         """Return the number of a stream given as a torch stream, a number, or None (current)."""
 
     def to_host(self, tensor: Tensor, stream: int) -> Tensor:
-        """Return a copy in host memory, made after the work on ``stream``.  Slow."""
+        """Return a contiguous copy in host memory, made after the work on ``stream``.  Slow."""
 
     def to_device(self, value: object, stream: int) -> object:
         """Return a tensor as one on this port's device; what is no tensor as it is.  Slow."""

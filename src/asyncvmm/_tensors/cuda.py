@@ -248,7 +248,7 @@ class CudaPort:
     def to_host(self, tensor: Tensor, stream: int) -> Tensor:
         """Return a copy in host memory, made after the work on ``stream``."""
         with self.using(stream):
-            return tensor.detach().to("cpu", copy=True)
+            return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def to_device(self, value: object, stream: int) -> object:
         """Return a tensor as one on this port's GPU, copied on ``stream``."""

@@ -82,7 +82,7 @@ class HostPort:
 
     def to_host(self, tensor: Tensor, stream: int) -> Tensor:
         """Return a copy in host memory."""
-        return tensor.detach().to("cpu", copy=True)
+        return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def to_device(self, value: object, stream: int) -> object:
         """Return the value: host memory is this port's device."""

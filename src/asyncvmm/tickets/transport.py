@@ -12,6 +12,7 @@ from asyncvmm._core.routing import To
 from asyncvmm._errors import ArgumentError, ClosedError, OwnerTooLargeError, WouldBlock
 from asyncvmm._exporter.exporter import Exporter
 from asyncvmm._exporter.exporting import Exported
+from asyncvmm._logs import Once, kind_of
 from asyncvmm.tickets.requests import Place, owners, parcels
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class TransportStatistics:
     exported: int
     """Owners."""
     fallbacks: int
-    """Features that went as host copies, because the pool was full (``on_full="host"``)."""
+    """Features that went as host copies, for want of room (``on_full="host"``)."""
     rolled_back: int
     """Calls that failed or were cancelled half-way, and changed nothing."""
     cancelled: int
@@ -47,7 +48,7 @@ class FeatureTransport:
 
     ``on_full`` says what happens while the pool has no room: "wait" for it (the default: that is
     the backpressure), "raise" WouldBlock, or send what does not fit as a "host" copy in the
-    field itself, which is counted and, once, warned of.
+    field itself, which is counted and, once per cause, warned of.
 
     The exporter stays its opener's.  ``async with FeatureTransport(exporter)`` shuts down at the
     end.
@@ -62,7 +63,7 @@ class FeatureTransport:
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
-        self._warned = False
+        self._once = Once(logger)
         self._prepared = self._exported = self._fallbacks = 0
         self._rolled_back = self._cancelled = 0
 
@@ -142,9 +143,7 @@ class FeatureTransport:
     async def _copy_to_host(
         self, places: Sequence[Place], why: Exception, stream: object
     ) -> list[Tensor]:
-        if not self._warned:
-            self._warned = True
-            logger.warning("features go as host copies while the pool is full: %s", why)
+        self._once.warning(kind_of(why), "features go as host copies: %s", why)
         copies = await self._exporter._to_host([place.get() for place in places], stream)
         self._fallbacks += len(copies)
         return copies
