@@ -191,7 +191,7 @@ async def test_what_falls_back_arrives_as_what_does_not(caplog: pytest.LogCaptur
         held = await pair.exporter.export({"x": X})
         with caplog.at_level(logging.WARNING, "asyncvmm.tickets"):
             for share in (0.5, 1.0, 1.01, 100.0) * 5:
-                source = torch.ones(2, int(1024 * share), dtype=torch.bfloat16).t().cumsum(0)
+                source = torch.ones(2, int(1024 * share), dtype=torch.bfloat16).cumsum(1).t()
                 request = FeatureRequest([FeatureItem("image", source.requires_grad_())])
                 await transport.prepare_for_dispatch([request])
                 copy = weakref.ref(request.items[0].feature)

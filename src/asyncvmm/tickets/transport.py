@@ -143,7 +143,8 @@ class FeatureTransport:
     async def _copy_to_host(
         self, places: Sequence[Place], why: Exception, stream: object
     ) -> list[Tensor]:
-        self._once.warning(kind_of(why), "features go as host copies: %s", why)
+        # As text: a record that is kept would keep the frames of the error, and their tensors.
+        self._once.warning(kind_of(why), "features go as host copies: %s", str(why))
         copies = await self._exporter._to_host([place.get() for place in places], stream)
         self._fallbacks += len(copies)
         return copies
