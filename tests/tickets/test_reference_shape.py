@@ -20,7 +20,7 @@ from asyncvmm import Broadcast, OwnerTooLargeError, ReleasedTicketError, WouldBl
 from asyncvmm._types import ALIGNMENT
 from asyncvmm.testing import FakeDevice, FakePort, open_pair
 from asyncvmm.tickets import FeatureItem, FeatureRequest, FeatureTransport, restore_features
-from tests.api.books import check_all_back, check_books, passes
+from tests.api.books import check_all_back, check_books, until
 
 X = torch.arange(1000, dtype=torch.float32)
 
@@ -196,8 +196,7 @@ async def test_what_falls_back_arrives_as_what_does_not(caplog: pytest.LogCaptur
                 await transport.prepare_for_dispatch([request])
                 copy = weakref.ref(request.items[0].feature)
                 request = pickle.loads(pickle.dumps(request))
-                await passes()
-                assert copy() is None
+                await until(lambda copy=copy: copy() is None)  # type: ignore[misc]  # a default
                 await restore_features(pair.consumer, [request])
                 found = request.items[0].feature
                 assert torch.equal(found, source)
