@@ -20,7 +20,7 @@ from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._backends.memfd import HostExporterRegion
 from asyncvmm._fds import OwnedFd
 from asyncvmm._tensors.host import HostPort
-from asyncvmm.testing import Counters, Process, open_pair
+from asyncvmm.testing import Counters, FakeDevice, FakePort, Process, open_pair
 from tests.api import steps as own_steps
 from tests.api.books import check_all_back, until
 from tests.api.syscalls import SystemCalls
@@ -244,6 +244,41 @@ async def test_waiting_costs_nothing(peers: Peers) -> None:
         waiter.cancel()
         await rank.killed()
         await asyncio.wait([waiter])
+
+
+async def test_a_rank_that_left_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It read what another rank keeps, so its events are kept; the others stream on meanwhile.
+
+    Kills: a look at every owner that is out, for every packet that comes.
+    """
+    port = FakePort(FakeDevice())
+    async with open_pair(consumers=2, port=port) as pair:
+        exporter, (stays, leaves) = pair.exporter, pair.consumers
+        ack = await exporter.send(ONE)
+        with await stays.receive() as kept, await leaves.receive() as batch:
+            kept[0]["x"], batch[0]["x"]
+            batch.release()
+            await leaves.aclose()
+            await until(lambda: bool(exporter._draining._leaving))
+            looks: list[int] = []
+            reads_of = exporter._core.reads_of
+
+            def noted(peer: int) -> bool:
+                looks.append(peer)
+                return reads_of(peer)
+
+            monkeypatch.setattr(exporter._core, "reads_of", noted)
+            for _ in range(20):
+                other = await exporter.send(ONE, to=0)
+                with await stays.receive() as read:
+                    read[0]["x"]
+                await other
+            assert looks == []
+        await ack
+        assert looks, "and then its events are given back"
+        assert not exporter._draining._leaving
 
 
 async def settled(process: Process) -> int:

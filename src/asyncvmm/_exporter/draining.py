@@ -82,9 +82,7 @@ class Draining:
             if fences:
                 self._wait(record, fences)
             else:
-                self._freed(record)
-        if self._leaving:
-            self._forget_idle()
+                self._free(record)
 
     def _still_copied(self, record: Record) -> bool:
         """Say whether it was given up while its copy runs: the copy's end is the fence then."""
@@ -160,15 +158,11 @@ class Draining:
             if not self._watched[lane]:
                 del self._watched[lane]
             self._settle(record, lane, fence, error)
-        if self._leaving:
-            self._forget_idle()
 
     def _on_soon(self, done: list[object]) -> None:
         for token in done:
             record, lane, fence = cast("_Token", token)
             self._settle(record, lane, fence, None)
-        if self._leaving:
-            self._forget_idle()
 
     def _settle(self, record: Record, lane: Lane, fence: Fence, error: Exception | None) -> None:
         self._lanes[lane] -= 1
@@ -203,7 +197,15 @@ class Draining:
             self._broken.discard(record)
             self._core.fence_failed(record)
         else:
-            self._freed(record)
+            self._free(record)
+
+    def _free(self, record: Record) -> None:
+        """Say that a record is free; it may be the last that somebody who left has read."""
+        leaving = self._leaving
+        last = bool(leaving) and any(peer in leaving for peer, _ in record.released_by)
+        self._freed(record)
+        if last:
+            self._forget_idle()
 
     # -- peers that go -----------------------------------------------------------------------
 
