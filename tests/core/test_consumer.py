@@ -432,6 +432,24 @@ def test_another_link_hears_what_became_of_everything(competes: bool) -> None:
     assert core.lose() == 0
 
 
+@pytest.mark.parametrize("competes", [False, True])
+def test_an_answer_to_a_ticket_that_was_lost_with_the_link_is_refused(competes: bool) -> None:
+    """Kills: an owner that a competitor redeemed and never got, out until its process ends.
+
+    No goodbye gives it up: that is for what the exporter chose a competitor for.
+    """
+    core = consumer(competes=competes)
+    for slot in range(2):
+        core.redeem(slot, 1, b"p" * 16)
+    core.redeemed(wire.Redeemed(owner(slot=0)))
+    core.lose()
+    said(core)
+    core.resume([(0, 1), (1, 1)])
+    held = [wire.Take(0, 1)] if competes else []
+    refusal = wire.Refuse(1, 1, "it was lost with the link")
+    assert said(core) == [*held, refusal, wire.Goodbye(lingering=1)]
+
+
 def test_what_is_said_without_a_link_is_said_on_the_next_one() -> None:
     """Kills a release that nobody heard."""
     core = consumer()

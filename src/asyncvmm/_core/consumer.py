@@ -28,6 +28,7 @@ class ConsumerCore(Checking):
         self.inbox: deque[list[wire.OwnerFrame]] = deque()
         self.outgoing: list[bytes] = []
         self.asked: set[tuple[int, int]] = set()  # owners whose tickets were shown, unanswered
+        self._unanswered: set[tuple[int, int]] = set()  # those when the link broke
         self.answers: list[wire.OwnerFrame | wire.Denied] = []  # to be taken by the shell
         self.said: dict[int, bytes] = {}  # slot -> the last word on an owner in it
         self.resumable = False  # the link is gone, and may be had again for what is owed
@@ -184,15 +185,15 @@ class ConsumerCore(Checking):
                 del self.held[owner.slot]
                 self.said.pop(owner.slot, None)
         self.inbox.clear()
-        self.asked.clear()
+        self._unanswered, self.asked = self.asked, set()
         return unread
 
     def resume(self, holds: Sequence[tuple[int, int]]) -> None:
         """Say on another link what may have been lost with the one that broke.
 
         ``holds`` is what the exporter believes is held here: what is, stays so; what was settled
-        is said again; what never came, or was lost unread, is refused.  Under Compete that goes
-        to another, for the goodbye gives up all that was not taken.
+        is said again; what never came, or was lost unread, is refused.  Under Compete a batch
+        goes to another, for the goodbye gives up all that was not taken.
         """
         for slot, _ in holds:
             self.check_slot(slot)
@@ -204,7 +205,7 @@ class ConsumerCore(Checking):
                     self.outgoing.append(wire.encode(wire.Take(slot, generation)))
             elif generation == self._generations[slot] and slot in self.said:
                 self.outgoing.append(self.said[slot])
-            elif not self.competes:
+            elif not self.competes or (slot, generation) in self._unanswered:
                 refusal = wire.Refuse(slot, generation, "it was lost with the link")
                 self.outgoing.append(wire.encode(refusal))
         self.outgoing.append(wire.encode(wire.Goodbye(lingering=len(self.held))))
