@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import socket
 import stat
 import threading
@@ -180,6 +181,35 @@ def test_forked_child_neither_holds_nor_unlinks_the_name(address: Address) -> No
         process.wait()
         # The second child still lives, and does not answer in its parent's name.
         Listener.bind(address).close()
+
+
+@pytest.mark.slow
+def test_abstract_name_that_a_child_of_a_dead_exporter_keeps_says_so() -> None:
+    """Kills: "is alive", said of a process that is not."""
+    program = """
+        import ctypes, os, sys
+        from asyncvmm._io.listener import Listener
+        from asyncvmm._io.names import resolve
+        listener = Listener.bind(resolve(sys.argv[1]))
+        pid = ctypes.PyDLL(None).fork()  # past Python, so nothing is closed in the child
+        if pid == 0:
+            ctypes.PyDLL(None).pause()
+        print(f"ready\\n{pid}", flush=True)
+        sys.stdin.read()
+    """
+    address = resolve(f"@asyncvmm-kept-{os.getpid()}")
+    with child(program, address.display) as process:
+        assert process.stdout is not None
+        kept_by = int(process.stdout.readline())
+        process.kill()
+        process.wait()
+        try:
+            with pytest.raises(errors.NameInUseError, match="which has ended") as caught:
+                Listener.bind(address)
+            assert caught.value.pid == process.pid
+            assert "alive" not in str(caught.value)
+        finally:
+            os.kill(kept_by, signal.SIGKILL)
 
 
 def test_what_is_no_socket_is_left_alone(address: Address) -> None:

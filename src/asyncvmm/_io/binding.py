@@ -92,9 +92,9 @@ def _bind_abstract(sock: socket.socket, address: Address) -> None:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        # The kernel drops an abstract name with its socket, so whoever has it is alive.
-        _, holder = _who_answers(address)
-        raise _in_use(address, holder) from None  # itself, or by a child that has its socket
+        # The kernel drops an abstract name with its last socket, so it cannot be taken over.
+        answered, holder = _who_answers(address)
+        raise _in_use(address, holder, inherited=not answered) from None
     sock.listen(_BACKLOG)
 
 
@@ -166,14 +166,16 @@ def _who_answers(address: Address) -> tuple[bool, int]:
         return not peer_has_ended(probe), peer_credentials(probe)[0]
 
 
-def _in_use(address: Address, pid: int) -> NameInUseError:
+def _in_use(address: Address, pid: int, *, inherited: bool = False) -> NameInUseError:
     who = f"process {pid}" if pid else "a process that cannot be named from here"
-    return NameInUseError(
-        f"{address.display!r} is taken by {who}, which is alive; close that exporter or choose "
-        f"another name",
-        name=address.display,
-        pid=pid,
-    )
+    if inherited:
+        said = (
+            f"is kept by a child of {who}, which has ended: a process that was forked past Python "
+            f"has its socket; find it (ss -xlp) and end it, or choose another name"
+        )
+    else:
+        said = f"is taken by {who}, which is alive; close that exporter or choose another name"
+    return NameInUseError(f"{address.display!r} {said}", name=address.display, pid=pid)
 
 
 def _translated(error: OSError, address: Address) -> AsyncVMMError:
