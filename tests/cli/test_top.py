@@ -113,6 +113,12 @@ async def test_a_stopped_exporter_is_shown_as_one_that_does_not_answer(peers: Pe
             assert view(still)["answers"] is False
             assert view(still)["process"] == "stopped"
             assert "has not answered" in drawn([still])
+            with closing(Watch(["still"])) as late:  # it comes when nobody answers any more
+                (late_still,) = await asyncio.to_thread(late.look, 0.01)
+                assert view(late_still) == {
+                    "name": "still", "pid": peer.pid, "process": "stopped", "answers": False,
+                }  # fmt: skip
+                assert f"its process {peer.pid} is stopped" in drawn([late_still])
             with closing(Watch(["vision"])) as other:
                 (vision,) = await look(other)
                 assert vision.now is not None
@@ -166,8 +172,8 @@ async def test_the_screen_draws_whatever_state_there_is() -> None:
             assert "[red]x[/nope]" in text
             assert "none of 1 slots is free" in text
         batch.release()
-    assert [size(n) for n in (0, 1023, 1024, 1536, 3 << 30)] == [
-        "0 B", "1023 B", "1 KiB", "1.5 KiB", "3 GiB",
+    assert [size(n) for n in (0, 1023, 1024, 1536, (1 << 20) - 512, 3 << 30)] == [
+        "0 B", "1023 B", "1 KiB", "1.5 KiB", "0.9995 MiB", "3 GiB",
     ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from asyncvmm._errors import (
 )
 from asyncvmm._exporter.latencies import Latencies
 from asyncvmm._io.binding import new_socket
+from asyncvmm._io.liveness import peer_credentials
 from asyncvmm._io.names import Address, private_folder, resolve
 from asyncvmm._io.packets import PACKET_LIMIT
 
@@ -40,9 +41,12 @@ class Observer:
         self.answered = 0.0
         self._question = wire.encode_greeting(wire.Observe(secret))
         self._asked = False
+        self.pid = 0
+        """Its process, by the kernel's word; 0 if it lives in another pid namespace."""
         self._sock = new_socket()
         try:
             self._sock.connect(address.sockaddr)
+            self.pid = peer_credentials(self._sock)[0]
         except BlockingIOError:
             self._sock.close()
             raise HandshakeError(

@@ -31,7 +31,8 @@ def screen(observers: Sequence[Observer]) -> RenderableType:
 def _exporter(observer: Observer) -> Panel:
     now = observer.now
     if now is None:
-        return Panel(Text("does not answer; its process may stand still"), title=observer.label)
+        process = f"its process {observer.pid or ''} is {process_state(observer.pid)}"
+        return Panel(Text(f"does not answer; {' '.join(process.split())}"), title=observer.label)
     parts: list[RenderableType] = [_numbers(observer, now), _consumers(now)]
     if now.pool.waiting or not now.pool.slots.free:
         parts.append(Text(now.explanation, style="yellow"))
@@ -114,7 +115,7 @@ def _consumer(consumer: ConsumerLine) -> list[Text]:
 def size(nbytes: int) -> str:
     """Return a number of bytes in the unit that suits it."""
     value, unit = float(nbytes), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
+    while float(f"{value:.4g}") >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{value:.4g} {_UNITS[unit]}"
 

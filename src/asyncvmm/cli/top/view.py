@@ -15,7 +15,8 @@ def view(observer: Observer) -> dict[str, Any]:
     """Return everything that is known of one exporter, under the names of ``statistics()``."""
     now = observer.now
     if now is None:
-        return {"name": observer.label, "process": "unknown", "answers": False}
+        process = process_state(observer.pid)
+        return {"name": observer.label, "pid": observer.pid, "process": process, "answers": False}
     pool: dict[str, Any] = {
         name: getattr(now.pool, name)
         for name in now.pool.__struct_fields__
