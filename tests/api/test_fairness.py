@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import asyncvmm
-from asyncvmm._consumer import consumer as consumer_module
-from asyncvmm._exporter import lending
+from asyncvmm._types import BURST
 from asyncvmm.testing import Pair, open_pair
 from tests.api.books import check_all_back, until
 
@@ -61,8 +60,8 @@ async def test_a_producer_that_never_waits_leaves_turns(
         turns = Turns()
         for _ in range(MANY):
             await hand_over(pair)  # type: ignore[misc]  # both are coroutine functions
-        each = lending.BURST if hand_over is send_ten else 1
-        assert turns.stop() >= MANY * each // lending.BURST - 1
+        each = BURST if hand_over is send_ten else 1
+        assert turns.stop() >= MANY * each // BURST - 1
         for _ in range(MANY):
             (await pair.consumer.receive()).release()
         await pair.exporter.drain()
@@ -79,10 +78,7 @@ async def test_a_consumer_that_never_waits_leaves_turns(owner: dict[str, torch.T
         turns = Turns()
         for _ in range(MANY):
             (await pair.consumer.receive()).release()
-        assert (
-            turns.stop()
-            >= MANY * min(len(owner), consumer_module.BURST) // consumer_module.BURST - 1
-        )
+        assert turns.stop() >= MANY * min(len(owner), BURST) // BURST - 1
         await pair.exporter.drain()
         check_all_back(pair.exporter)
 

@@ -36,15 +36,12 @@ from asyncvmm._fds import OwnedFd, close_after_fork
 from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch
 from asyncvmm._tensors import DevicePort
-from asyncvmm._types import Key
+from asyncvmm._types import BURST, Key
 
 if TYPE_CHECKING:
     from asyncvmm._consumer.resuming import Resuming
 
 logger = logging.getLogger("asyncvmm.consumer")
-
-BURST = 8
-"""Features that may be received without the loop turning, as on the exporter's side."""
 
 GOODBYE_SECONDS = 2.0
 """How long a leaving consumer waits for the exporter's goodbye, and then for it to hang up."""

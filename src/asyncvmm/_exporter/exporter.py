@@ -9,11 +9,10 @@ from asyncvmm._core.routing import To
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
 from asyncvmm._exporter.explaining import Explanation, explain
 from asyncvmm._exporter.exporting import Exporting
-from asyncvmm._exporter.lending import BURST
 from asyncvmm._exporter.reporting import report
 from asyncvmm._exporter.reservation import Reservation
 from asyncvmm._exporter.statistics import PoolStatistics
-from asyncvmm._types import Key, TensorSpec
+from asyncvmm._types import BURST, Key, TensorSpec
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Tensor

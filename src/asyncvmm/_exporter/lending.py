@@ -33,13 +33,10 @@ from asyncvmm._exporter.terms import PLAIN, Terms, make_terms
 from asyncvmm._fds import close_after_fork
 from asyncvmm._logs import Once, kind_of
 from asyncvmm._tensors import DevicePort
-from asyncvmm._types import Key
+from asyncvmm._types import BURST, Key
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Layout, Plan, Tensor
-
-BURST = 8
-"""Features that may be published without the loop turning: about 0.2 ms on a slow machine."""
 
 
 class Lending:
