@@ -7,6 +7,8 @@ import ctypes
 import os
 import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +93,17 @@ async def open_and_leave_open(me: Me, name: str, *kinds: str) -> None:
         elif kind == "held":
             kept.append(await asyncio.to_thread(me.kept["consumer"].receive))
             kept.append(kept[-1][0]["x"])
-        elif kind == "waiting":
-            threading.Thread(target=_wait, args=(me.kept["consumer"],), daemon=True).start()
+        elif kind in ("waiting", "polling"):
+            # What it raises when the process ends would be printed.
+            consumer = me.kept["consumer"]
+            work = consumer.receive if kind == "waiting" else partial(_poll, consumer)
+            threading.Thread(target=work, daemon=True).start()
 
 
-def _wait(consumer: blocking.Consumer) -> None:
-    try:
-        consumer.receive()
-    except Exception:
-        return  # the process ends
+def _poll(consumer: blocking.Consumer) -> None:
+    while True:
+        consumer.poll()
+        time.sleep(0)  # others have to run, too
 
 
 async def go_on_after_main(me: Me, name: str, count: int) -> None:

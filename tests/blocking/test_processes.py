@@ -161,22 +161,22 @@ async def test_a_forked_child_can_use_nothing_and_open_anew(peers: Peers, name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("held", [[], ["held"], ["waiting"]], ids=["idle", "held", "waiting"])
+@pytest.mark.parametrize("held", [[], ["held"], ["waiting"], ["polling"]])
 async def test_an_interpreter_ends_with_a_consumer_open(
     peers: Peers, name: str, held: list[str]
 ) -> None:
     """It leaves in order, quietly: nothing counts as lost.
 
-    Kills: an interpreter that waits for a thread which waits for ever, and one that dies on its
-    exporter without a word.
+    Kills: an interpreter that waits for a thread which waits for ever, one that dies on its
+    exporter without a word, and a traceback of each thread that goes down with it.
     """
     async with asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB") as exporter:
         import torch
 
         peer = peers.start()
         await peer.call(steps.open_and_leave_open, "pool", "consumer")
-        if held == ["waiting"]:
-            await peer.call(steps.open_and_leave_open, "pool", "waiting")
+        if held in (["waiting"], ["polling"]):
+            await peer.call(steps.open_and_leave_open, "pool", *held)
         if held == ["held"]:
             ack = await exporter.send({"x": torch.ones(2)}, key=1, require="none")
             await peer.call(steps.open_and_leave_open, "pool", "held")

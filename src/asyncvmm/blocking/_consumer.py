@@ -10,7 +10,7 @@ from typing import Self
 from asyncvmm._consumer.consumer import Consumer as AsyncConsumer
 from asyncvmm._consumer.owner import Batch
 from asyncvmm._consumer.statistics import ConsumerState
-from asyncvmm._errors import AsyncVMMError, EndOfStream, WouldBlock
+from asyncvmm._errors import AsyncVMMError, ClosedError, EndOfStream, WouldBlock
 from asyncvmm._types import Key
 from asyncvmm.blocking._redeeming import AnyConsumer, Redeeming
 from asyncvmm.blocking._thread import LoopThread, seconds
@@ -119,6 +119,8 @@ class Consumer(Redeeming):
                     first = handed[0]
                     del handed[0]
             if isinstance(first, AsyncVMMError):
+                if isinstance(first, ClosedError):
+                    self._thread.leave_quietly()
                 raise first
             return first
         except BaseException as error:

@@ -50,6 +50,7 @@ class LoopThread:
         self.users: set[object] = set()
         """Who needs it: openings, and calls that are under way."""
         self.forked = False
+        self._exiting = False
         self.made_in = os.getpid()
         self._begun: Future[asyncio.AbstractEventLoop] = Future()
         self._unwanted = False
@@ -107,6 +108,9 @@ class LoopThread:
                 late = f"waited {timeout} s for {waits_for}"
                 self._end(call)
             return call.outcome(late=late)
+        except ClosedError:
+            self.leave_quietly()
+            raise
         except KeyboardInterrupt:
             self._end(call)
             raise
@@ -136,8 +140,18 @@ class LoopThread:
         if self._thread.is_alive():
             self._thread.join()
 
+    def leave_quietly(self) -> None:
+        """End this thread without a word if everything was closed by the interpreter's exit.
+
+        Only threads that the exit does not wait for are left by then, and of those Python
+        prints what they raise.
+        """
+        if self._exiting:
+            raise SystemExit
+
     async def leave_all(self) -> None:
         """Have everything that is still open leave, as far as it does within the time."""
+        self._exiting = True
         await asyncio.gather(*map(_leave, self.opened))
 
     def close(self) -> None:
