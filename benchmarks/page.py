@@ -15,7 +15,8 @@ table { border-collapse: collapse; margin: .5rem 0 2rem; font-size: 13px }
 th, td { padding: .2rem .6rem; border-bottom: 1px solid #ddd; text-align: right }
 th:first-child, td:first-child { text-align: left }
 img { max-width: 100% }
-.missed { background: #fdecea } .met { background: #eaf7ea }
+.missed { background: #fdecea } .impossible { background: #fdf6e3 }
+.met { background: #eaf7ea }
 """
 
 

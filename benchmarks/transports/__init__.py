@@ -20,6 +20,7 @@ MODULES = {
     "floor": "floor:Floor",
     "floor_reserve": "floor:FloorReserve",
     "floor_loop": "floor:FloorLoop",
+    "floor_thread": "floor:FloorThread",
     "ping_pong": "floor:PingPong",
     "plain_copy": "plain_copy:PlainCopy",
 }

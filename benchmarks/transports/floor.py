@@ -6,7 +6,8 @@ GPU each side also records an event and waits for the other's, and the producer 
 consumer's event from the host.  Nothing can hand over a tensor for less by these means.
 
 ``floor`` and ``floor_reserve`` block on their sockets.  ``floor_loop`` and ``ping_pong`` do the
-same from one persistent ``add_reader`` callback of an event loop on each side.
+same from one persistent ``add_reader`` callback of an event loop on each side; ``floor_thread`` is
+``floor_loop`` with its copies in a thread, as large ones have to be for the loop to go on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ import asyncio
 import select
 import socket
 import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
+
+import torch
 
 from benchmarks.contents import CHECKED
 from benchmarks.setting import Setting
@@ -83,7 +88,7 @@ class FloorProducer(Producer):
         if before is not None:
             await self.settled(before)
         if self.copies or number & CHECKED:
-            self._memory.fill(slot, self.contents.features(number))
+            await self._fill(slot, self.contents.features(number))
         self._memory.publish(slot)
         self._in_slot[slot] = number
         message = MESSAGE.pack(slot, number, setting.payload.total)
@@ -95,6 +100,9 @@ class FloorProducer(Producer):
         for sock in to:
             sock.send(message)
         return number
+
+    async def _fill(self, slot: int, features: Sequence[torch.Tensor]) -> None:
+        self._memory.fill(slot, features)
 
     async def settled(self, ticket: Any) -> None:
         while not self._acks.settled(ticket):
@@ -136,6 +144,23 @@ class LoopProducer(FloorProducer):
 
     async def settled(self, ticket: Any) -> None:
         await self._acks.wait(ticket)
+
+
+class ThreadProducer(LoopProducer):
+    """Has a thread copy, one and the same every time."""
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._executor = ThreadPoolExecutor(1)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._executor.shutdown()
+        await super().__aexit__(*exc)
+
+    async def _fill(self, slot: int, features: Sequence[torch.Tensor]) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, self._memory.fill, slot, features)
 
 
 class PingPongProducer(LoopProducer):
@@ -222,6 +247,15 @@ class FloorLoop(Transport):
     about = "one copy, one packet each way, add_reader callbacks of two event loops"
     producer = LoopProducer
     consumer = LoopConsumer
+
+
+class FloorThread(FloorLoop):
+    """Two event loops, one copy in a thread."""
+
+    name = "floor_thread"
+    about = "as floor_loop, the copy in a thread, so that the loop goes on"
+    producer = ThreadProducer
+    devices = ("cpu",)
 
 
 class PingPong(FloorLoop):

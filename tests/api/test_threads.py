@@ -12,7 +12,8 @@ import torch
 
 import asyncvmm
 from asyncvmm._consumer.lease import Lease
-from asyncvmm._tensors.host import HostPort
+from asyncvmm._tensors.host import OFFLOAD_BYTES, HostPort
+from asyncvmm._tensors.plan import Plan
 from asyncvmm.testing import FakeDevice, FakePort, open_pair
 from tests.api.books import check_all_back, passes, until
 from tests.patience import PROMPTLY
@@ -121,3 +122,28 @@ async def test_a_copy_is_queued_on_the_stream_that_is_named(waits: bool) -> None
         with pytest.raises(asyncvmm.ArgumentError):
             await pair.exporter.send_nowait({"x": torch.ones(3)}, stream="six")
         check_all_back(pair.exporter)
+
+
+async def test_large_copies_into_host_memory_are_made_by_one_thread_beside_the_loop() -> None:
+    """Torch shares each of them among the cores, by a team of threads for each caller.
+
+    Kills: a second thread that copies, whose team spins on the cores that the first one's needs.
+    """
+    copying: list[int] = []
+
+    class Noting(HostPort):
+        def copy_in(self, address: int, plan: Plan, stream: int) -> None:
+            copying.append(threading.get_ident())
+            if len(copying) == 1:
+                assert queued.wait(PROMPTLY)
+            super().copy_in(address, plan, stream)
+
+    large = torch.zeros(OFFLOAD_BYTES, dtype=torch.uint8)
+    queued = threading.Event()
+    async with open_pair(port=Noting(), pool_bytes=4 * OFFLOAD_BYTES) as pair:
+        sends = [asyncio.ensure_future(pair.exporter.send({"x": large})) for _ in range(3)]
+        await until(lambda: len(pair.exporter._draining.copying) == 3)
+        queued.set()
+        await asyncio.gather(*sends)
+        assert len(copying) == 3
+        assert len({*copying, threading.get_ident()}) == 2

@@ -105,6 +105,46 @@ def test_the_worst_gap_counts_on_either_side() -> None:
     assert (seen, word) == ("2.5 ms: asyncvmm_reserve closed_36MiB producer", "missed")
 
 
+@pytest.mark.parametrize(
+    ("bare", "word", "more"),
+    [
+        ({"fanout_8_broadcast": 9.0, "closed_36MiB": 3.0}, "impossible", ""),
+        (
+            {"fanout_8_broadcast": 9.0, "closed_36MiB": 1.0},
+            "missed",
+            "; where those have less than 2: 2.5 ms: asyncvmm_reserve closed_36MiB producer",
+        ),
+    ],
+)
+def test_a_gap_that_bare_messages_have_too_is_nobodys(
+    bare: dict[str, float], word: str, more: str
+) -> None:
+    """Kills: a worst gap that excuses those of all other workloads."""
+    rows = [
+        made("asyncvmm", "fanout_8_broadcast", gap_p99_ms=7.0),
+        made("asyncvmm_reserve", "closed_36MiB", gap_p99_ms=2.5),
+        *(made("ping_pong", workload, gap_p99_ms=gap) for workload, gap in bare.items()),
+    ]
+    there = "; bare messages there 9 ms"
+    assert verdict(result(*rows), "loop gap") == (
+        f"7 ms: asyncvmm fanout_8_broadcast producer{there}{more}", word,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("floor", "word"), [(19.0, "impossible"), (21.0, "missed")])
+def test_what_the_floor_itself_misses_is_impossible(floor: float, word: str) -> None:
+    """Kills: a miss excused by a floor that was fast enough."""
+    rows = [
+        made("asyncvmm", "closed_36MiB", per_s=12.0),
+        made("asyncvmm_reserve_filled", "closed_36MiB", per_s=15.0),
+        made("floor_loop", "closed_36MiB", per_s=floor),
+        made("torch_mp", "closed_36MiB", "none", per_s=1.0),
+    ]
+    seen, said = verdict(result(*rows), "closed_36MiB: reserve, written / torch_mp")
+    assert said == word
+    assert seen.endswith(f"; the floor {floor:g}")
+
+
 @pytest.mark.parametrize("bad", ["wrong", "fallbacks", "lost"])
 def test_nothing_may_be_wrong(bad: str) -> None:
     good = made("asyncvmm", "closed_16KiB", per_s=1.0, wrong=0, fallbacks=0, lost=0)

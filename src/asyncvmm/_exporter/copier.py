@@ -12,9 +12,6 @@ from asyncvmm._tensors import DevicePort
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Plan
 
-THREADS = 2
-"""Two copies at once fill the memory bandwidth of the machines measured; more only queue there."""
-
 
 class Copier:
     """Copies in worker threads, so that the loop goes on (inv. 10).  Starts none before the first.
@@ -30,7 +27,7 @@ class Copier:
     async def copy(self, slot: int, address: int, plan: Plan, stream: int) -> None:
         """Copy a plan's tensors to ``address``; raises what the copy raised."""
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(THREADS, "asyncvmm-copy")
+            self._executor = ThreadPoolExecutor(self._port.copy_threads, "asyncvmm-copy")
         copy = asyncio.get_running_loop().run_in_executor(
             self._executor, self._port.copy_in, address, plan, stream
         )

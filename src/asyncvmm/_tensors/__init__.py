@@ -30,6 +30,8 @@ class DevicePort(Protocol):
 
     kind: Literal["host", "cuda"]
     device: str
+    copy_threads: int
+    """How many slow copies may run at once."""
 
     def plan_tensors(self, features: Mapping[str, Tensor]) -> Plan:
         """Describe and lay out tensors to be copied in; refuse what cannot be shared."""

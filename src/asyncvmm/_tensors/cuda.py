@@ -77,6 +77,8 @@ class CudaPort:
     """GPU memory and CUDA tensors (a ``DevicePort``)."""
 
     kind: Literal["host", "cuda"] = "cuda"
+    copy_threads = 2
+    """The driver copies pageable memory with the thread that calls it."""
 
     def __init__(self, device: str) -> None:
         chosen = torch.device(device)
