@@ -1,4 +1,4 @@
-"""The command: ``python -m benchmarks run | report | targets | list``."""
+"""The command: ``python -m benchmarks run | merge | report | targets | list``."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--patience", type=float, default=30.0, help="seconds until a lane is out")
     run.add_argument("--json", type=Path, required=True, help="the result file")
     run.set_defaults(do=_run)
+    merge = commands.add_parser("merge", help="join the result files of a run taken in parts")
+    merge.add_argument("results", type=Path, nargs="+")
+    merge.add_argument("--json", type=Path, required=True, help="the result file")
+    merge.set_defaults(do=_merge)
     report = commands.add_parser("report", help="show a result file, and write plots and a page")
     report.add_argument("result", type=Path)
     report.add_argument("--no-plots", action="store_true", help="tables only")
@@ -105,6 +109,14 @@ def dumps(result: dict[str, Any]) -> str:
     rows = ",\n  ".join(json.dumps(row) for row in result["rows"])
     head = json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1)
     return f'{head[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from benchmarks.merge import merge
+    from benchmarks.report import read
+
+    options.json.write_text(dumps(merge([read(path) for path in options.results])))
+    return 0
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.cli import main
+from benchmarks.merge import merge
 from benchmarks.progress import Bar
+from benchmarks.report import read
 from benchmarks.rows import REQUIRED, SCHEMA, Row, row
 from benchmarks.setting import KIB, MIB
 from benchmarks.table import plain
@@ -197,6 +199,39 @@ def test_a_report_of_a_result_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert page.count("data:image/png;base64,") == len(plots)
     assert "not installed &lt;here&gt;" in page
     assert "http" not in page  # self-contained
+
+
+def test_parts_of_a_run_become_one(tmp_path: Path) -> None:
+    """Kills: a row twice, or the older of two; a skip for each part."""
+    parts = [
+        result(made("floor", "closed_16KiB", per_s=1.0), made("floor", "connect", per_s=2.0)),
+        result(made("floor", "closed_16KiB", per_s=3.0), made("zmq", "closed_16KiB", per_s=4.0)),
+    ]
+    files = [tmp_path / f"{number}.json" for number in range(2)]
+    for file, part in zip(files, parts, strict=True):
+        file.write_text(json.dumps(part))
+    out = tmp_path / "out.json"
+    assert main(["merge", *map(str, files), "--json", str(out)]) == 0
+    found = read(out)
+    firsts = {
+        (row["transport"], row["workload"]): row["spread"]["per_s"][0] for row in found["rows"]
+    }
+    assert len(found["rows"]) == 3
+    assert firsts == {
+        ("floor", "closed_16KiB"): 3.0, ("floor", "connect"): 2.0, ("zmq", "closed_16KiB"): 4.0,
+    }  # fmt: skip
+    assert found["skipped"] == parts[0]["skipped"]
+    assert found["machine"] == parts[0]["machine"]
+
+
+@pytest.mark.parametrize("name", ["commit", "cores"])
+def test_parts_of_different_runs_are_not_joined(name: str) -> None:
+    one, other = result(), result()
+    other["machine"][name] = "another"
+    with pytest.raises(ValueError, match=f"differ in {name}"):
+        merge([one, other])
+    with pytest.raises(ValueError, match="differ in options"):
+        merge([one, result(device="cuda:0")])
 
 
 def test_a_result_file_of_another_schema_is_refused(tmp_path: Path) -> None:
