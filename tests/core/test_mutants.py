@@ -56,7 +56,7 @@ def _(patch: Patch) -> None:
     def lose(table: SlotTable, slot: int, to: SlotState) -> None:
         move(table, slot, to)
         if to is FREE and slot == 0:
-            table._free.pop()
+            table.unused.pop()
 
     patch.setattr(SlotTable, "move", lose)
 

@@ -105,5 +105,5 @@ class UncopiablePort(HostPort):
         layout = plan.layout
         at = layout.numbers["bad"]
         good = Layout(layout.features[:at], layout.sizes[:at], layout.device)
-        super().copy_in(address, Plan(good, plan.tensors[:at]), stream)
+        super().copy_in(address, Plan(good, good.nbytes, plan.tensors[:at]), stream)
         raise BackendError("the copy failed half-way", call="memcpy", code="EIO")

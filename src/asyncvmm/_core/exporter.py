@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from asyncvmm._core import wire
 from asyncvmm._core.ledger import ANYBODY, BatchRecord, Peer, PeerState, Record
 from asyncvmm._core.routing import Competitors, Ranks, To
-from asyncvmm._core.slots import HELD
+from asyncvmm._core.slots import FILLING, HELD
 from asyncvmm._core.ticketing import Ticketing
 from asyncvmm._errors import ArgumentError, ClosedError, LocalProtocolError
 from asyncvmm._types import Broadcast, Key, Route
@@ -55,7 +55,7 @@ class ExporterCore(Ticketing):
 
         With a ``proof`` it is exported: held for those who redeem its ticket.
         """
-        ranks = self._check_publish(to)
+        ranks = self._everybody if to is None else self.route.targets(to)
         described = self._describe(record, key, features, metadata, ready)
         self._publish((record,), [described], ranks, proof)
 
@@ -70,18 +70,13 @@ class ExporterCore(Ticketing):
         to: To = None,
     ) -> None:
         """Publish owners that become ready together; all or nothing."""
-        ranks = self._check_publish(to)
+        ranks = self._everybody if to is None else self.route.targets(to)
         records = [owner[0] for owner in owners]
         if not records:
             raise ArgumentError("a batch needs at least one owner; got none")
         if len(set(records)) != len(records):
             raise LocalProtocolError(f"an owner is twice in one batch: {records!r}")
         self._publish(records, [self._describe(*owner) for owner in owners], ranks)
-
-    def _check_publish(self, to: To) -> tuple[int, ...]:
-        if self.closing:
-            raise ClosedError("the exporter is closing and takes no new owners")
-        return self._everybody if to is None else self.route.targets(to)
 
     def _describe(
         self,
@@ -91,13 +86,17 @@ class ExporterCore(Ticketing):
         metadata: bytes,
         ready: bytes,
     ) -> wire.OwnerFrame:
-        self._check_loan(record)
+        if self.closing:
+            raise ClosedError("the exporter is closing and takes no new owners")
+        slot = record.slot
+        if self.records.get(slot) is not record or self.slots.states[slot] is not FILLING:
+            self._check_loan(record)
         if type(key) is not int:
             wire.check_key(key)
         record.key = key  # nobody reads these two of a loan that is not published
         record.ready = ready
         return wire.OwnerFrame(
-            record.slot, record.generation, record.start, record.nbytes, key, features, metadata
+            slot, record.generation, record.start, record.nbytes, key, features, metadata
         )
 
     def _publish(
@@ -188,12 +187,13 @@ class ExporterCore(Ticketing):
             if peer.state is CLOSED:  # an earlier message settled the last debt of an absent peer
                 self.tally.stale += 1
                 continue
-            if isinstance(message, wire.Goodbye):
-                self._left(peer)
-                continue
-            if isinstance(message, (wire.Redeem, wire.Waive)):
-                self._show(peer, message)
-                continue
+            if not isinstance(message, wire.Release):  # most are
+                if isinstance(message, wire.Goodbye):
+                    self._left(peer)
+                    continue
+                if isinstance(message, (wire.Redeem, wire.Waive)):
+                    self._show(peer, message)
+                    continue
             record = peer.find(message.slot, message.generation)
             if record is None:
                 self.tally.stale += 1

@@ -33,7 +33,7 @@ class Loans:
     def reserve(self, nbytes: int) -> Record | None:
         """Take a slot and a chunk, or return None and change nothing."""
         slots = self.slots
-        if not slots.free:
+        if not slots.unused:
             return None
         start = self.bytes.allocate(nbytes)
         if start is None:
@@ -49,8 +49,9 @@ class Loans:
 
     def drained(self, record: Record) -> None:
         """Free a slot and its bytes: every fence of what touched them is done (inv. 4)."""
-        self._check_use(record)
         slot = record.slot
+        if self.records.get(slot) is not record:
+            self._check_use(record)
         self.slots.move(slot, FREE)
         del self.records[slot]
         self.bytes.free(record.start, record.nbytes)

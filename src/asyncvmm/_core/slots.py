@@ -47,17 +47,17 @@ _ALLOWED = tuple(tuple(MOVES[state]) for state in SlotState)
 class SlotTable:
     """States and generations of a fixed number of slots."""
 
-    __slots__ = ("_free", "generations", "states")
+    __slots__ = ("generations", "states", "unused")
 
     def __init__(self, slots: int) -> None:
         self.states = [FREE] * slots
         self.generations = [0] * slots
-        self._free = list(range(slots - 1, -1, -1))  # a stack: the last one used is warm
+        self.unused = list(range(slots - 1, -1, -1))  # a stack: the last one used is warm
 
     @property
     def free(self) -> int:
         """Return how many slots are free."""
-        return len(self._free)
+        return len(self.unused)
 
     @property
     def counts(self) -> list[int]:
@@ -66,7 +66,7 @@ class SlotTable:
 
     def take(self) -> int:
         """Move a free slot to FILLING, begin its next generation, return it."""
-        slot = self._free.pop()
+        slot = self.unused.pop()
         self.generations[slot] += 1
         self.states[slot] = FILLING
         return slot
@@ -78,4 +78,4 @@ class SlotTable:
             raise LocalProtocolError(f"slot {slot} may not go from {at.name} to {to.name}")
         self.states[slot] = to
         if to is FREE:
-            self._free.append(slot)
+            self.unused.append(slot)

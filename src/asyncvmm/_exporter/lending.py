@@ -99,8 +99,11 @@ class Lending:
         limit = self._elastic.max_pool_bytes
         if nbytes > limit:
             raise OwnerTooLargeError(nbytes, limit)
-        if key is None and metadata is None and to is None and require == "all":
-            return PLAIN
+        if metadata is None and to is None and require == "all":
+            if key is None:
+                return PLAIN
+            if type(key) is int:
+                return Terms(key)
         return make_terms(self._core, key, metadata, to, require)
 
     async def _breathe(self) -> None:

@@ -46,31 +46,46 @@ class Outbox:
         queue = self.queue
         if not queue:
             return None
-        messages: list[bytes] = []
         fds: Fds = ()
-        size = 0
-        for entry in queue:
-            if isinstance(entry, tuple):
-                if not messages:
-                    messages.append(entry[0])
-                    fds = entry[1]
-                break
-            size += len(entry)
-            if messages and size > self._batch_bytes:
-                break
-            messages.append(entry)
-            if len(messages) == BATCH_MESSAGES:
-                break
+        messages = self._all() if len(queue) <= BATCH_MESSAGES else []
+        if not messages:
+            messages, fds = self._first()
         packet = self._frame(messages)
         if not 0 < len(packet) <= PACKET_LIMIT:
             raise LocalProtocolError(
                 f"a packet of {len(packet):,} bytes was to be sent, but 1 to {PACKET_LIMIT:,} "
                 f"are allowed; send fewer features or less metadata in one batch"
             )
-        for _ in messages:
-            queue.popleft()
+        if len(messages) == len(queue):
+            queue.clear()
+        else:
+            for _ in messages:
+                queue.popleft()
         self.packet, self.fds, self._messages = packet, fds, messages
         return packet
+
+    def _all(self) -> list[bytes]:
+        """Return every message if they make one packet, as they mostly do; else none."""
+        messages = [entry for entry in self.queue if not isinstance(entry, tuple)]
+        whole = len(messages) == len(self.queue) and sum(map(len, messages)) <= self._batch_bytes
+        return messages if whole else []
+
+    def _first(self) -> tuple[list[bytes], Fds]:
+        """Return the messages of the next packet, and the descriptors that go with them."""
+        messages: list[bytes] = []
+        size = 0
+        for entry in self.queue:
+            if isinstance(entry, tuple):
+                if messages:
+                    break
+                return [entry[0]], entry[1]
+            size += len(entry)
+            if messages and size > self._batch_bytes:
+                break
+            messages.append(entry)
+            if len(messages) == BATCH_MESSAGES:
+                break
+        return messages, ()
 
     def sent(self) -> None:
         """Forget the packet that the kernel took, and close the descriptors that went with it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
+import msgspec
 import torch
 
 from asyncvmm._core.layout import DTYPES, chunk_bytes, feature_bytes, offsets
@@ -62,15 +63,15 @@ class Layout:
         """(number, offset, bytes) of each feature that has bytes."""
 
 
-class Plan:
-    """Features of one owner, laid out, with the tensors to be copied in (none if reserved)."""
+class Plan(msgspec.Struct, eq=False):
+    """Features of one owner, laid out, with the tensors to be copied in (none if reserved).
 
-    __slots__ = ("layout", "nbytes", "tensors")
+    A struct, because one is made for every owner.
+    """
 
-    def __init__(self, layout: Layout, tensors: Sequence[Tensor] = ()) -> None:
-        self.layout = layout
-        self.nbytes = layout.nbytes
-        self.tensors = tensors
+    layout: Layout
+    nbytes: int
+    tensors: Sequence[Tensor] = ()
 
 
 _layouts: dict[tuple[object, ...], Layout] = {}
@@ -100,7 +101,7 @@ def plan_tensors(features: Mapping[str, Tensor]) -> Plan:
         layout = None
     if layout is None:
         layout = _remember(key, _describe(features))
-    return Plan(layout, tensors)
+    return Plan(layout, layout.nbytes, tensors)
 
 
 def _remember(key: tuple[object, ...], layout: Layout) -> Layout:
@@ -165,7 +166,7 @@ def plan_specs(features: Mapping[str, TensorSpec]) -> Plan:
         layout = _describe_specs(features)
         if key is not None:
             _remember(key, layout)
-    return Plan(layout)
+    return Plan(layout, layout.nbytes)
 
 
 def _describe_specs(features: Mapping[str, TensorSpec]) -> Layout:
