@@ -357,8 +357,8 @@ async def test_the_next_receiver_is_woken_in_place_of_a_cancelled_one() -> None:
         await passes(2)
         wake = consumer._wake
 
-        def wake_and_cancel() -> None:
-            wake()
+        def wake_and_cancel(count: int = 1) -> None:
+            wake(count)
             if not first.done():
                 first.cancel()
 

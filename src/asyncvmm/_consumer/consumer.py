@@ -100,7 +100,6 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
             await asyncio.sleep(0)
         while True:
             if (batch := self._next()) is not None:
-                self._burst += sum(map(len, batch))
                 return batch
             self._burst = 0
             waiter = self._loop.create_future()
@@ -132,7 +131,9 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
             if core.outgoing:
                 self._pump()
                 self._link.flush()  # told before it is begun: nobody else may begin it
-            return Batch(self._leases.lease(frames), self._leases)
+            for frame in frames:
+                self._burst += len(frame.features)
+            return Batch(self._leases.lease(frames))
         if self._closed:
             raise ClosedError("this consumer was closed")
         if core.ended:
@@ -173,8 +174,8 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
             self._take_answers()
         if core.outgoing:
             self._pump()
-        for _ in range(delivered):
-            self._wake()
+        if delivered:
+            self._wake(delivered)
 
     def _map(self, message: wire.Segment, fds: list[OwnedFd]) -> None:
         try:
@@ -219,15 +220,15 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
 
     # -- waking ------------------------------------------------------------------------------
 
-    def _wake(self) -> None:
-        """Wake one receiver, if there is something to see."""
+    def _wake(self, count: int = 1) -> None:
+        """Wake so many receivers: there is something to see."""
         self._on_news()
         waiters = self._waiters
-        while waiters:
+        while waiters and count:
             waiter = waiters.popleft()
             if not waiter.done():
                 waiter.set_result(None)
-                return
+                count -= 1
 
     def _wake_all(self) -> None:
         self._wake()

@@ -67,13 +67,13 @@ class Leases:
     def lease(self, frames: Sequence[OwnerFrame]) -> list[Lease]:
         """Begin leases of a batch that was just taken."""
         found = []
+        live = self.live
         for frame in frames:
-            lease = Lease(frame, self)
-            self.live[frame.slot] = lease
+            lease = live[frame.slot] = Lease(frame, self)
             found.append(lease)
         return found
 
-    # -- views (Tenant) ----------------------------------------------------------------------
+    # -- views (Keeper) ----------------------------------------------------------------------
 
     def view(self, lease: Lease, index: int) -> Tensor:
         """Return one feature as a tensor, ordered after the producer's work."""
@@ -156,11 +156,10 @@ class Leases:
         """Its user is done with it."""
         if stream is not None:
             self.record_stream(lease, stream)
-        here = threading.get_ident() == self._thread and self._lingering is None
         if not lease.say_done():
             if self._lingering is None:
-                self.pinned.note(here=here)
-        elif here:
+                self.pinned.note(here=threading.get_ident() == self._thread)
+        elif threading.get_ident() == self._thread and self._lingering is None:
             self._settle(lease)
             self._pump()
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -13,22 +13,6 @@ from asyncvmm._types import Key
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Tensor
-
-
-class Tenant(Protocol):
-    """What an owner needs of its consumer."""
-
-    def view(self, lease: Lease, index: int) -> Tensor: ...
-
-    def clone(self, lease: Lease) -> dict[str, Tensor]: ...
-
-    def say_done(self, lease: Lease, stream: object) -> None: ...
-
-    def force(self, lease: Lease) -> None: ...
-
-    def drop(self, lease: Lease) -> None: ...
-
-    def record_stream(self, lease: Lease, stream: object) -> None: ...
 
 
 class Owner:
@@ -43,11 +27,10 @@ class Owner:
     An owner that is dropped unread is refused; ``with owner:`` releases it, on an error too.
     """
 
-    __slots__ = ("_lease", "_tenant")
+    __slots__ = ("_lease",)
 
-    def __init__(self, lease: Lease, tenant: Tenant) -> None:
+    def __init__(self, lease: Lease) -> None:
         self._lease = lease
-        self._tenant = tenant
 
     @property
     def key(self) -> Key:
@@ -96,7 +79,7 @@ class Owner:
             )
         for index, feature in enumerate(lease.frame.features):
             if feature.name == name:
-                return self._tenant.view(lease, index)
+                return lease.keeper.view(lease, index)
         raise KeyError(name)
 
     def __contains__(self, name: object) -> bool:
@@ -124,11 +107,11 @@ class Owner:
         """
         if self._lease.said:
             raise ReleasedError(f"owner {self.key!r} was released; clone it before that")
-        return self._tenant.clone(self._lease)
+        return self._lease.keeper.clone(self._lease)
 
     def record_stream(self, stream: object) -> None:
         """Say that ``stream`` reads this owner too; its release then waits for that work."""
-        self._tenant.record_stream(self._lease, stream)
+        self._lease.keeper.record_stream(self._lease, stream)
 
     def release(self, *, stream: object = None, force: bool = False) -> None:
         """Say "I am done".  Not async; does no I/O that could fail; again is a no-op.
@@ -138,10 +121,11 @@ class Owner:
         gone.  ``force=True`` does not wait for views: they then show bytes of other owners, so
         that is for those who know that nobody reads them.
         """
+        lease = self._lease
         if force:
-            self._tenant.force(self._lease)
-        elif not self._lease.said:
-            self._tenant.say_done(self._lease, stream)
+            lease.keeper.force(lease)
+        elif not lease.said:
+            lease.keeper.say_done(lease, stream)
 
     def __enter__(self) -> Self:
         return self
@@ -153,7 +137,7 @@ class Owner:
         # May run anywhere, in any thread: only note it.  An owner half made has no lease.
         lease = getattr(self, "_lease", None)
         if lease is not None and not lease.said:
-            self._tenant.drop(lease)
+            lease.keeper.drop(lease)
 
     def __repr__(self) -> str:
         state = "released" if self.released else "held"
@@ -168,8 +152,8 @@ class Batch:
 
     __slots__ = ("owners",)
 
-    def __init__(self, leases: Sequence[Lease], tenant: Tenant) -> None:
-        self.owners = tuple(Owner(lease, tenant) for lease in leases)
+    def __init__(self, leases: Sequence[Lease]) -> None:
+        self.owners = (*map(Owner, leases),)
 
     @property
     def metadata(self) -> object:

@@ -89,7 +89,7 @@ class Redeeming(Asking):
         lease = await self._redeemed(owner)
         if lease is None:
             raise BorrowedTicketError(f"owner {owner.key!r} was just redeemed by another task")
-        return Owner(lease, self._leases)
+        return Owner(lease)
 
     def acknowledge(
         self, ticket: Ticket | OwnerTicket, *, count: int = 1, group: AttentionGroup | None = None
