@@ -14,6 +14,7 @@ from typing import ParamSpec, TypeVar
 
 from asyncvmm._backends import driver
 from asyncvmm._errors import BackendError, ForkError
+from asyncvmm._fds import close_after_fork
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,6 +29,9 @@ class PrimaryContext:
         self._number = int(self._handle)
         self._pid = os.getpid()
         self._retained = True
+        self.forked = False
+        """True in a child of the process that made it, where no call may be made."""
+        close_after_fork(self)
 
     @property
     def device(self) -> int:
@@ -70,15 +74,14 @@ class PrimaryContext:
         with self.working():
             return function(*args, **kwargs)
 
-    def forked(self) -> bool:
-        """Say whether this is a child of the process that made it, where no call may be made."""
-        return os.getpid() != self._pid
+    def close(self) -> None:
+        """Mark a forked child's copy as one through which no call may be made."""
+        self.forked = True
 
     def check(self, what: str) -> None:
         """Raise :class:`asyncvmm.ForkError` in a forked child."""
-        here = os.getpid()
-        if here != self._pid:
-            raise ForkError(what, self._pid, here)
+        if self.forked:
+            raise ForkError(what, self._pid, os.getpid())
 
     def release(self) -> None:
         """Give the reference back; again is a no-op."""

@@ -160,13 +160,13 @@ class CudaConsumerRegion:
         Never waits for the device: where that still reads, the end comes in a thread.  If
         something could not be given back, the error says what, and another call tries again.
         """
-        if self._range.context.forked():
+        if self._range.context.forked:
             return
         self._keepalive = None
         self._range.closed()
 
     def _check(self) -> None:
-        if self._keepalive is None or self._range.context.forked():
+        if self._keepalive is None or self._range.context.forked:
             self._range.context.check("consumer")
             raise ClosedError("the pool is closed on this side")
 

@@ -276,7 +276,7 @@ class CudaExporterRegion:
 
         If something could not be given back, the error says what, and another call tries again.
         """
-        if self._range.context.forked():
+        if self._range.context.forked:
             return
         with self._changing:
             teardown = Teardown()
@@ -287,6 +287,6 @@ class CudaExporterRegion:
             teardown.finish()
 
     def _check(self) -> None:
-        if self._keepalive is None or self._range.context.forked():
+        if self._keepalive is None or self._range.context.forked:
             self._range.context.check("exporter")
             raise ClosedError("the pool is closed on this side")

@@ -114,7 +114,7 @@ class DeviceRange:
 
         Runs on whichever thread dropped it, often the event loop's, so it never waits (inv. 10).
         """
-        if self.context.forked():
+        if self.context.forked:
             return
         if self._busy():
             thread = threading.Thread(target=self._end_later, name=UNMAP_THREAD)
