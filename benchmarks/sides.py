@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.contents import CHECKED, Contents
 from benchmarks.flows import Flow, bursts, check, stream
-from benchmarks.heartbeat import Heartbeat
+from benchmarks.heartbeat import Gaps, Heartbeat
 from benchmarks.setting import Loop, Setting
 from benchmarks.transports import load
 
@@ -142,10 +142,10 @@ async def _produce(name: str, setting: Setting, shared: Any, conn: Connection) -
                 flow = await check(producer, number, **how)
             cpu = time.process_time() - cpu
             number += flow.count
-            gaps = heartbeat.stop() if heartbeat else []
+            gaps = heartbeat.stop() if heartbeat else Gaps()
             facts = producer.facts()
             fell, fallen = producer.fallbacks - fallen, producer.fallbacks
-            conn.send(("done", _Report(flow, cpu, array("d", gaps), fell, facts)))
+            conn.send(("done", _Report(flow, cpu, gaps, fell, facts)))
     conn.send(("closed", None))
 
 
@@ -153,7 +153,7 @@ class _Report:
     """What a producer has to say after each command."""
 
     def __init__(
-        self, flow: Flow, cpu: float, gaps: array[float], fallbacks: int, facts: dict[str, Any]
+        self, flow: Flow, cpu: float, gaps: Gaps, fallbacks: int, facts: dict[str, Any]
     ) -> None:
         self.flow = flow
         self.cpu = cpu
@@ -179,7 +179,7 @@ class Seen:
         self.taken = 0
         self.wrong = 0
         self.stamps = array("d")
-        self.gaps = array("d")
+        self.gaps = Gaps()
         self._cpu = time.process_time()
 
     def report(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ async def _consume(name: str, setting: Setting, shared: Any, conn: Connection, i
             conn.send(("seen", seen.report()))
 
     def stop() -> None:
-        seen.gaps = array("d", beat.pop().stop())
+        seen.gaps = beat.pop().stop()
         conn.send(("seen", seen.report()))
 
     _listen(conn, hear)

@@ -237,11 +237,12 @@ def _gap(rows: Rows, loop: str, most: float) -> Verdict:
     """
     about = "loop gap p99 in the worst workload, either side"
     found = [
-        (row[f"{side}gap_p99_ms"], row["transport"], row["workload"], side or "producer_")
+        (row[f"{side}gap_p99_ms"], row["transport"], row["workload"], side or "producer_",
+         row.get(f"{side}gap_busy_p99_ms") or 0.0)
         for row in rows.all(OURS[:2])
         for side in ("", "consumer_")
         if row["loop"] == loop and row.get(f"{side}gap_p99_ms") is not None
-    ]
+    ]  # fmt: skip
     if not found:
         return Verdict(about, f"< {most:g} ms", "", "not run")
     worst = max(found)
@@ -257,8 +258,10 @@ def _gap(rows: Rows, loop: str, most: float) -> Verdict:
     return Verdict(about, f"< {most:g} ms", seen, "missed" if ours else "impossible")
 
 
-def _told(gap: tuple[float, str, str, str]) -> str:
-    return f"{gap[0]:.3g} ms: {gap[1]} {gap[2]} {gap[3].rstrip('_')}"
+def _told(gap: tuple[float, str, str, str, float]) -> str:
+    whole, transport, workload, side, busy = gap
+    worked = f", at work {busy:.3g} ms" if busy else ""
+    return f"{whole:.3g} ms{worked}: {transport} {workload} {side.rstrip('_')}"
 
 
 def _either(row: Row | None) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.lane import Lane
@@ -105,10 +106,21 @@ def _gaps(lane: Lane, what: str, **how: Any) -> Numbers:
         return {}
     lane.begin(beats=True)
     report = lane.ask(what, beats=True, **how)
-    gaps = [report.gaps, *(each["gaps"] for each in lane.seen())]
-    ours, *theirs = [quantile(sorted(each), 0.99) * 1e3 if each else None for each in gaps]
-    worst = max((gap for gap in theirs if gap is not None), default=None)
-    return {"gap_p99_ms": ours, "consumer_gap_p99_ms": None if lane.setting.work else worst}
+    ours = report.gaps
+    theirs = [each["gaps"] for each in lane.seen()]
+    if lane.setting.work:
+        theirs = []
+    return {
+        "gap_p99_ms": _p99_ms([ours.whole]),
+        "gap_busy_p99_ms": _p99_ms([ours.busy]),
+        "consumer_gap_p99_ms": _p99_ms([each.whole for each in theirs]),
+        "consumer_gap_busy_p99_ms": _p99_ms([each.busy for each in theirs]),
+    }
+
+
+def _p99_ms(found: Sequence[array[float]]) -> float | None:
+    """Return the worst p99 of several, in milliseconds."""
+    return max((quantile(sorted(each), 0.99) * 1e3 for each in found if each), default=None)
 
 
 def _check(lane: Lane, depth: int) -> int:
