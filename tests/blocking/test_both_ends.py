@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 import asyncvmm
 from asyncvmm import TensorSpec, blocking
+from asyncvmm.tickets import FeatureItem, FeatureRequest, FeatureTransport
+from asyncvmm.tickets.transport import OnFull
 from tests.blocking.conftest import loop_threads
 from tests.blocking.ends import SECONDS, Doing, number_of, open_both, send, until
 
@@ -399,3 +402,39 @@ def test_arguments_are_those_of_the_async_twins(name: str) -> None:
             exporter.send({"x": wrong})
         with pytest.raises(asyncvmm.RankError):
             exporter.send({"x": torch.ones(1)}, to=9)
+
+
+# -- requests ------------------------------------------------------------------------------------
+
+
+async def _prepare(
+    exporter: asyncvmm.Exporter, requests: list[FeatureRequest], on_full: OnFull
+) -> None:
+    await FeatureTransport(exporter, on_full=on_full).prepare_for_dispatch(requests)
+
+
+def test_requests_are_restored_and_abandoned_by_a_plain_loop(name: str) -> None:
+    """Packed features, a single, and a host copy; twice is a no-op.
+
+    Kills: a field that keeps its ticket, and an owner that an aborted request leaves out.
+    """
+    with open_both(name, pool_bytes="4KiB") as (exporter, (consumer,)):
+        made = [
+            FeatureRequest([FeatureItem("image", torch.full((n,), n)) for n in counts])
+            for counts in ((3, 4), (5,), (2000,))
+        ]
+        exporter._run(lambda: _prepare(exporter._exporter, made, "host"))
+        requests = pickle.loads(pickle.dumps(made))
+        kinds = [[type(item.feature) for item in request.items] for request in requests]
+        assert kinds == [[asyncvmm.Ticket] * 2, [asyncvmm.Ticket], [torch.Tensor]]
+        for _ in range(2):
+            blocking.restore_features(consumer, requests[::2], timeout=SECONDS)
+            blocking.abandon_features(consumer, requests)
+        assert [item.feature.tolist() for item in requests[0].items] == [[3] * 3, [4] * 4]
+        assert requests[2].items[0].feature.tolist() == [2000] * 2000
+        exporter.drain(SECONDS)
+        assert consumer.statistics().released == 1
+        with pytest.raises(asyncvmm.TicketError):
+            blocking.restore_features(consumer, requests, timeout=SECONDS)
+    with pytest.raises(asyncvmm.ClosedError):
+        blocking.restore_features(consumer, requests)

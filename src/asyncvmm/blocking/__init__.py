@@ -31,6 +31,8 @@ from asyncvmm.blocking._consumer import Consumer as Consumer
 from asyncvmm.blocking._exporter import Exporter as Exporter
 from asyncvmm.blocking._opening import connect as connect
 from asyncvmm.blocking._opening import open_exporter as open_exporter
+from asyncvmm.blocking._requests import abandon_features as abandon_features
+from asyncvmm.blocking._requests import restore_features as restore_features
 from asyncvmm.blocking._reservation import Reservation as Reservation
 from asyncvmm.blocking._reservation import WritableOwner as WritableOwner
 
@@ -40,6 +42,8 @@ __all__ = [
     "Exporter",
     "Reservation",
     "WritableOwner",
+    "abandon_features",
     "connect",
     "open_exporter",
+    "restore_features",
 ]
