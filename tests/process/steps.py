@@ -55,7 +55,7 @@ async def open_exporter(
 async def send(
     me: Me, owners: list[int], generation: int = 0, nbytes: int = 1000, wait: bool = False
 ) -> None:
-    """Send owners; ``wait`` for each acknowledgement."""
+    """Send owners, ``wait`` for each acknowledgement; return once they are on the socket."""
     for owner in owners:
         ack = await me.exporter.send(
             features(owner, generation, nbytes), key=owner, metadata=note(owner, generation, nbytes)
@@ -63,6 +63,8 @@ async def send(
         me.acks.append(ack)
         if wait:
             await ack
+    await asyncio.sleep(0)  # those of one turn travel together
+    await asyncio.sleep(0)
 
 
 # -- a consumer ------------------------------------------------------------------------------

@@ -336,6 +336,7 @@ async def test_what_a_killed_exporter_left_stays_readable_until_it_is_released(
         await peer.call(steps.send, [0, 1, 2, 3])
         held = [await consumer.receive(), await consumer.receive()]
         view = held[0][0]["bytes"]
+        await until(lambda: consumer.statistics().unread == 2)
         await peer.killed()
         with pytest.raises(asyncvmm.PeerLostError) as caught:
             async with asyncio.timeout(PROMPTLY):
