@@ -72,6 +72,13 @@ def test_a_low_open_file_limit_is_degraded_and_a_used_up_one_missing() -> None:
         assert (line.state, cannot(line)) == ("missing", {"cpu", "cuda"})
 
 
+def test_open_files_without_proc(tmp_path: Path) -> None:
+    """Kills: "cannot work here", said of a host that only lacks /proc."""
+    line = host.open_files(tmp_path)
+    assert line.state in ("ok", "degraded")
+    assert line.figure.endswith("how many are in use cannot be read")
+
+
 def test_a_control_group_that_leaves_too_little_is_named(tmp_path: Path) -> None:
     """Kills: a doctor that looks at the machine's memory and not at the container's."""
     machine = Machine(tmp_path)

@@ -95,11 +95,15 @@ def memory(proc: Path = PROC) -> Line:
     return Line(name, "ok", figure)
 
 
-def open_files() -> Line:
+def open_files(proc: Path = PROC) -> Line:
     """How many files this process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/proc/self/fd"))
-    figure = f"{soft:,} (at most {hard:,}), {used} in use"
+    try:
+        used = len(os.listdir(proc / "self" / "fd"))
+        in_use = f"{used} in use"
+    except OSError:
+        used, in_use = 0, "how many are in use cannot be read"
+    figure = f"{soft:,} (at most {hard:,}), {in_use}"
     advice = "raise it (ulimit -n, LimitNOFILE=, --ulimit nofile=)"
     if soft - used < FEWEST_FILES:
         return Line("open-file limit", "missing", figure, advice, BOTH)
