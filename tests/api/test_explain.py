@@ -317,7 +317,7 @@ async def test_waiters_are_explained_by_one_timer(monkeypatch: pytest.MonkeyPatc
         nonlocal late
         late += 1
 
-    room = Room(lambda nbytes, slots: False, lambda nbytes: None, count, 3600.0)
+    room = Room(lambda nbytes: False, lambda nbytes: None, count, 3600.0)
     loop = asyncio.get_running_loop()
     made: list[float] = []
     real = loop.call_later

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from itertools import groupby
 
@@ -60,6 +61,12 @@ class BytesMachine(RuleBasedStateMachine):
             start, nbytes = self.chunks.pop(which % len(self.chunks))
             self.pool.free(start, nbytes)
             self.model[start : start + nbytes] = bytes([FREE]) * nbytes
+
+    @rule(sizes=st.lists(st.integers(1, RANGE), max_size=5))
+    def plan(self, sizes: list[int]) -> None:
+        """What is said to fit together can be taken, and nothing else can."""
+        other = copy.deepcopy(self.pool)
+        assert self.pool.fits(sizes) == all(other.allocate(n) is not None for n in sizes)
 
     @rule(index=st.integers(0, RANGES - 1))
     def grow(self, index: int) -> None:

@@ -216,6 +216,30 @@ async def test_exporting_all_or_none_gives_back_what_was_done_and_what_was_not(
                 task.result()
 
 
+async def test_a_batch_takes_its_room_in_as_many_pieces_as_it_has_owners() -> None:
+    """Owners that nobody lets go of lie between the gaps.
+
+    Kills: a batch that waits for one piece, and so for those (field report 27); one that takes
+    what room there is for some of it, and fails.
+    """
+    async with open_pair(pool_bytes=6 * 256, slots=6) as pair:
+        exporter = pair.exporter
+        out = [await exporter.export({"a": SMALL}) for _ in range(6)]
+        batch = start(
+            exporter.export_all([{"a": SMALL}, {"a": torch.zeros(512)[:100]}, {"a": SMALL}])
+        )
+        for number in (0, 2, 4, 3):
+            await passes(3)
+            assert not batch.done()
+            exporter.cancel(out[number].owner)
+        await until(batch.done)
+        assert len(await batch) == 3
+        assert check_books(exporter).used_bytes == 6 * 256
+        for tickets in [out[1], out[5], *batch.result()]:
+            exporter.cancel(tickets.owner)
+        check_all_back(exporter)
+
+
 async def test_a_sibling_that_comes_between_an_answer_and_its_taker_gets_it() -> None:
     """Kills: an answer that is forgotten before somebody has taken it."""
     async with open_pair() as pair:

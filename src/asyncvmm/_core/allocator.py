@@ -9,6 +9,7 @@ by segments; a chunk may lie across a segment boundary, because addresses are co
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 from asyncvmm._errors import LocalProtocolError
 
@@ -56,6 +57,18 @@ class Allocator:
         if self.capacity - left > self.high_water:
             self.high_water = self.capacity - left
         return start
+
+    def fits(self, sizes: Iterable[int]) -> bool:
+        """Say whether :meth:`allocate` would find room for all of these, one after the other."""
+        gaps = [size for size, _ in self._sorted]
+        for nbytes in sizes:
+            at = bisect_left(gaps, nbytes)
+            if at == len(gaps):
+                return False
+            rest = gaps.pop(at) - nbytes
+            if rest:
+                insort(gaps, rest)
+        return True
 
     def free(self, start: int, nbytes: int) -> None:
         """Give a range back; it merges with its free neighbours."""

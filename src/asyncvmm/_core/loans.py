@@ -6,6 +6,8 @@ either its slot drains, and is free when nothing touches its bytes any more (inv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asyncvmm._core.allocator import Allocator
 from asyncvmm._core.ledger import Record
 from asyncvmm._core.slots import DRAINING, FILLING, FREE, SlotTable
@@ -26,9 +28,13 @@ class Loans:
         """Make a new segment's first ``usable`` bytes available."""
         self.bytes.add_range(segment.start, usable)
 
-    def fits(self, nbytes: int, slots: int = 1) -> bool:
-        """Say whether a gap of ``nbytes`` is there now, and slots for the chunks in it."""
-        return self.slots.free >= slots and self.bytes.largest_gap >= nbytes
+    def fits(self, nbytes: int) -> bool:
+        """Say whether a slot and a gap of ``nbytes`` are there now."""
+        return self.slots.free > 0 and self.bytes.largest_gap >= nbytes
+
+    def fit(self, sizes: Sequence[int]) -> bool:
+        """Say whether slots and gaps for so many chunks at once are there now."""
+        return self.slots.free >= len(sizes) and self.bytes.fits(sizes)
 
     def reserve(self, nbytes: int) -> Record | None:
         """Take a slot and a chunk, or return None and change nothing."""

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -131,23 +132,13 @@ class Exporting(Lending):
                 f"{len(sizes)} owners of {total:,} bytes can never be out together: the pool has "
                 f"{slots} slots and at most {most:,} bytes; export fewer at a time"
             )
-        loans = None if self._queue else self._reserve_all(sizes)
-        if loans is None:
-            # In one piece: whichever gaps the chunks are then taken from, all find room.
-            await self._room.turn(total, len(sizes))
-            loans = self._reserve_all(sizes)
-            assert loans is not None, "room.turn() promised it and nothing ran in between"
-        return loans
-
-    def _reserve_all(self, sizes: Sequence[int]) -> deque[Record] | None:
+        fit = partial(self._core.fit, sizes)
+        if self._queue or not fit():
+            await self._room.turn(total, fit)
         loans: deque[Record] = deque()
         for nbytes in sizes:
             record = self._core.reserve(nbytes)
-            if record is None:
-                for loan in loans:
-                    self._core.abandon(loan)
-                self._pump()
-                return None
+            assert record is not None, "fit() promised it and nothing ran in between"
             loans.append(record)
         return loans
 

@@ -12,6 +12,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 
 from asyncvmm._errors import AsyncVMMError, ClosedError
@@ -24,11 +25,11 @@ SHORTEST_LOOK = 0.01
 class Waiter:
     """One call that waits."""
 
-    __slots__ = ("error", "future", "nbytes", "since", "slots")
+    __slots__ = ("error", "fits", "future", "nbytes", "since")
 
-    def __init__(self, nbytes: int, slots: int) -> None:
+    def __init__(self, nbytes: int, fits: Callable[[], bool]) -> None:
         self.nbytes = nbytes
-        self.slots = slots
+        self.fits = fits
         self.error: AsyncVMMError | None = None
         self.since = monotonic()
         self.future: asyncio.Future[None] | None = None
@@ -37,15 +38,15 @@ class Waiter:
 class Room:
     """The queue of those who wait for a slot and a chunk.
 
-    ``fits`` says whether some bytes in one piece, and some slots, could be taken now; ``wanted``
-    is called whenever the head of the queue has to wait, so that an elastic pool can grow.
+    ``fits`` says whether some bytes in one piece, and a slot, could be taken now; ``wanted`` is
+    called whenever the head of the queue has to wait, so that an elastic pool can grow.
     ``late`` is called when the head has waited for ``patience`` seconds, and again as often while
     it does.
     """
 
     def __init__(
         self,
-        fits: Callable[[int, int], bool],
+        fits: Callable[[int], bool],
         wanted: Callable[[int], None],
         late: Callable[[], None],
         patience: float,
@@ -74,20 +75,19 @@ class Room:
         """Bytes that the head of the queue waits for; 0 if nobody waits."""
         return self.queue[0].nbytes if self.queue else 0
 
-    async def turn(self, nbytes: int, slots: int = 1) -> None:
+    async def turn(self, nbytes: int, fits: Callable[[], bool] | None = None) -> None:
         """Wait until it is the caller's turn and ``nbytes`` fit; take them before any await.
 
-        They fit in one piece, and ``slots`` are free for the chunks that it is taken as.
-
-        Raises ClosedError if the exporter closes meanwhile, and what :meth:`refuse` was given.
-        Cancellation loses nothing.
+        Who takes them in several chunks gives its own ``fits``, which must be true if they fit
+        in one piece.  Raises ClosedError if the exporter closes meanwhile, and what
+        :meth:`refuse` was given.  Cancellation loses nothing.
         """
-        waiter = Waiter(nbytes, slots)
+        waiter = Waiter(nbytes, fits or partial(self._fits, nbytes))
         queue = self.queue
         queue.append(waiter)
         waited = False
         try:
-            while not self._closed and (queue[0] is not waiter or not self._fits(nbytes, slots)):
+            while not self._closed and (queue[0] is not waiter or not waiter.fits()):
                 if waiter.error is not None:
                     raise waiter.error
                 waited = True
@@ -121,7 +121,7 @@ class Room:
             head = self.queue[0]
             future = head.future
             if future is not None and not future.done():
-                if self._fits(head.nbytes, head.slots):
+                if head.fits():
                     future.set_result(None)
                 else:
                     self._wanted(head.nbytes)
