@@ -26,43 +26,39 @@ def guarded(pytester: pytest.Pytester) -> pytest.Pytester:
     return pytester
 
 
+TIDY = """
+import asyncio, os, socket
+import pytest
+
+class Cycle:
+    def __init__(self):
+        self.me, self.sock = self, socket.socket()
+    def __del__(self):
+        self.sock.close()
+
+@pytest.mark.asyncio
+async def test_loop():
+    await asyncio.sleep(0)
+
+def test_collected():
+    Cycle()
+
+def test_closed():
+    for sock in socket.socketpair():
+        sock.close()
+"""
+
+
 @pytest.mark.slow
-def test_guard_fails_each_kind_of_leak(guarded: pytest.Pytester) -> None:
-    """Kills the planted bug of a guard that never looks, or that misses one kind."""
+def test_guard_fails_each_kind_of_leak_and_lets_tidy_tests_pass(guarded: pytest.Pytester) -> None:
+    """Kills: a guard that never looks, or that misses one kind; one that blames a test for its
+    event loop or for garbage.
+    """
     guarded.makepyfile(
-        "import os, socket\nkept = []\n"
-        + "".join(f"def test_{kind}(): kept.append({call})\n" for kind, call in LEAKS.items())
+        test_leaks="import os, socket\nkept = []\n"
+        + "".join(f"def test_{kind}(): kept.append({call})\n" for kind, call in LEAKS.items()),
+        test_tidy=TIDY,
     )
     result = guarded.runpytest_subprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=len(LEAKS), errors=len(LEAKS))
+    result.assert_outcomes(passed=len(LEAKS) + 4, errors=len(LEAKS))
     result.stdout.fnmatch_lines(["*left descriptors open: 1 x socket:*, 1 x socket:*"])
-
-
-@pytest.mark.slow
-def test_guard_lets_tidy_tests_pass(guarded: pytest.Pytester) -> None:
-    """Kills the planted bug of a guard that blames a test for its event loop or for garbage."""
-    guarded.makepyfile(
-        """
-        import asyncio, os, socket
-        import pytest
-
-        class Cycle:
-            def __init__(self):
-                self.me, self.sock = self, socket.socket()
-            def __del__(self):
-                self.sock.close()
-
-        @pytest.mark.asyncio
-        async def test_loop():
-            await asyncio.sleep(0)
-
-        def test_collected():
-            Cycle()
-
-        def test_closed():
-            for sock in socket.socketpair():
-                sock.close()
-        """
-    )
-    result = guarded.runpytest_subprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=4)

@@ -8,9 +8,7 @@ be woken for the packet and one for the task that waited.  Nothing is opened, ma
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import sys
 import uuid
 from collections import Counter
 from typing import Any
@@ -19,17 +17,17 @@ import torch
 
 import asyncvmm
 from asyncvmm._io.link import Link
+from tests.process.harness import Peers
 
 ROUNDS = 200
 SLOTS = 64
 
 CONSUMER = """
-import asyncio, json, os, sys
 import asyncvmm
 from tests.api.test_counts import counted, descriptors, mappings
 
 async def main():
-    async with asyncvmm.connect(sys.argv[1], rank=0, device="cpu", wait=True) as consumer:
+    async with asyncvmm.connect({name!r}, rank=0, device="cpu", wait=True) as consumer:
         calls = None
         async for batch in consumer:
             for owner in batch:
@@ -39,11 +37,11 @@ async def main():
                         before = descriptors(), mappings()
                     elif owner.metadata == "end":
                         same = (descriptors(), mappings()) == before
-                        print(json.dumps({**calls, "same": same}), flush=True)
+                        tell("counted", **calls, same=same)
                     else:
                         owner["x"]
 
-asyncio.run(main())
+run(main())
 """
 
 
@@ -77,13 +75,10 @@ def mappings() -> int:
         return sum("memfd:" in line for line in maps)
 
 
-async def counts_of(pipelined: bool) -> tuple[Counter[str], dict[str, int], int]:
+async def counts_of(peers: Peers, pipelined: bool) -> tuple[Counter[str], dict[str, int], int]:
     """Return the socket calls of exporter and consumer, and the exporter's turns of the loop."""
     name = f"@counts-{uuid.uuid4().hex}"
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    consumer = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CONSUMER, name, stdout=asyncio.subprocess.PIPE, cwd=root
-    )
+    consumer = peers.start(script=CONSUMER.format(name=name))
     source = torch.zeros(4096)
     turns = 0
     loop = asyncio.get_running_loop()
@@ -114,18 +109,17 @@ async def counts_of(pipelined: bool) -> tuple[Counter[str], dict[str, int], int]
         seen = Counter(calls)
         assert (descriptors(), mappings()) == before
         await (await e.send({"x": source}, metadata="end"))
-    assert consumer.stdout is not None
-    found: dict[str, int] = json.loads(await consumer.stdout.readline())
-    assert await consumer.wait() == 0
+    found: dict[str, int] = await consumer.at("counted")
+    assert await consumer.ends() == 0
     return seen, found, turns
 
 
-async def test_a_closed_loop_is_one_send_and_one_receive_on_each_side() -> None:
+async def test_a_closed_loop_is_one_send_and_one_receive_on_each_side(peers: Peers) -> None:
     """Kills: a descriptor or a mapping per batch; a packet of its own for anything; a poll more.
 
     The consumer's counts hold the packets of the "end" owner too.
     """
-    exporter, consumer, turns = await counts_of(pipelined=False)
+    exporter, consumer, turns = await counts_of(peers, pipelined=False)
     assert exporter == {"send": ROUNDS, "recv_into": ROUNDS}
     assert consumer.pop("same")
     received = {name: count for name, count in consumer.items() if name.startswith("recv")}
@@ -135,9 +129,9 @@ async def test_a_closed_loop_is_one_send_and_one_receive_on_each_side() -> None:
     assert turns <= 3 * ROUNDS
 
 
-async def test_with_many_in_flight_packets_are_shared() -> None:
+async def test_with_many_in_flight_packets_are_shared(peers: Peers) -> None:
     """Kills: a packet for each owner, or for each release, although many leave in one turn."""
-    exporter, consumer, _ = await counts_of(pipelined=True)
+    exporter, consumer, _ = await counts_of(peers, pipelined=True)
     assert exporter["send"] <= ROUNDS / 4
     assert consumer["send"] <= ROUNDS / 2
     assert set(exporter) == {"send", "recv_into"}

@@ -366,7 +366,7 @@ async def test_no_wake_up_is_lost_in_many_short_rounds(monkeypatch: pytest.Monke
     monkeypatch.setattr(fences, "LONGEST_NAP", 1e-6)
     told = Told()
     with watcher(told) as fences_:
-        for number in range(3000):
+        for number in range(1500):
             fence = HandFence()
             fences_.watch(number % 2, fence, number)
             if number % 3:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from asyncvmm.testing import ForkServer
-from tests.process.harness import Peers, fork_server
+from tests.process.harness import Peers, shared_fork_server
 
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[ForkServer]:
     """The process that all others are forked from."""
-    with fork_server() as server:
+    with shared_fork_server as server:
         yield server
 
 

@@ -7,14 +7,14 @@ import os
 import select
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from asyncvmm._fds import OwnedFd
 from asyncvmm.testing import ForkServer, Process, Processes
 from tests.patience import PROMPTLY
 from tests.process import puppet
 
-__all__ = ["Peers", "fork_server", "kill", "turns", "until"]
+__all__ = ["Peers", "fork_server", "kill", "shared_fork_server", "turns", "until"]
 
 
 class Peers(Processes):
@@ -39,6 +39,28 @@ def fork_server() -> Iterator[ForkServer]:
     """Have the process that forks the others, with the steps loaded."""
     with ForkServer(["tests.process.steps"]) as server:
         yield server
+
+
+class _Shared:
+    """One fork server for all folders of tests; to pytest each has a fixture of its own."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> ForkServer:
+        if not self._users:
+            self._server = self._stack.enter_context(fork_server())
+        self._users += 1
+        return self._server
+
+    def __exit__(self, *exc: object) -> None:
+        self._users -= 1
+        if not self._users:
+            self._stack.close()
+
+
+shared_fork_server = _Shared()
 
 
 def kill(pid: int) -> None:

@@ -38,11 +38,11 @@ async def test_a_consumer_that_leaves_gives_its_events_back_once_its_fences_are_
         await until(lambda: driver.ledger().opened == 0)
 
 
-async def test_reconnecting_two_thousand_times(driver: Standin) -> None:
+async def test_reconnecting_hundreds_of_times(driver: Standin) -> None:
     """Planted bug: what a consumer's events took of the budget stays taken."""
     x = torch.ones(4)
     async with exporting(slots=1, route=asyncvmm.Compete()) as exporter:
-        for count in range(1000):  # on each of two loops
+        for count in range(300):  # on each of two loops
             async with connecting(None) as consumer:
                 ack = await exporter.send({"x": x})
                 with await consumer.receive() as batch:
