@@ -87,6 +87,8 @@ class Interruption:
     def during(self, call: Callable[[], Any]) -> Any:
         """Make the call; return what it returns, or None if it was interrupted."""
         before = sys.gettrace()
+        # Python 3.12 tells of opcodes only if some frame had asked for it when tracing began.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._on_event)
         try:
             return call()

@@ -172,9 +172,10 @@ async def test_connecting_ends_with_the_exporter(peers: Peers, point: str) -> No
     if point == "accept":
         peer.stop()
     manager = asyncvmm.connect("pool", device="cpu", rank=0)
+    sockets = descriptors()["socket"]
     connecting = asyncio.ensure_future(manager.__aenter__())
     if point == "accept":
-        await turns(20)
+        await until(lambda: descriptors()["socket"] > sockets)  # it is connected at once
     else:
         await peer.at(point)
     assert not connecting.done()
