@@ -17,6 +17,7 @@ import pytest
 from tests.docs import preloaded
 from tests.docs.blocks import ALL, ROOT, Block
 from tests.docs.settings import COMMON, SETTINGS
+from tests.patience import PROMPTLY
 
 NOT_HERE = {
     r"make .*": "it would make a virtual environment; continuous integration starts with it",
@@ -90,7 +91,7 @@ def test_fragment(block: Block, folder: Path) -> None:
     code = compile(source, str(ROOT / block.page), "exec")
 
     async def run() -> None:
-        async with asyncio.timeout(30), SETTINGS[block.setting]() as names:
+        async with asyncio.timeout(3 * PROMPTLY), SETTINGS[block.setting]() as names:
             space: dict[str, Any] = {**COMMON, **names}
             names.clear()
             exec(code, space)

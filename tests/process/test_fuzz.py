@@ -96,7 +96,7 @@ def test_no_exporter_can_harm_a_consumer(runner: asyncio.Runner, folder: Path) -
             over = threading.Event()
 
             def attack() -> None:
-                listener.settimeout(10)
+                listener.settimeout(PROMPTLY)
                 attack_consumer(accept(listener, chance), plan)
                 listener.settimeout(0.02)
                 while not over.is_set():  # it may come back to give back what it holds

@@ -12,6 +12,7 @@ import asyncvmm
 from asyncvmm import ForeignTicketError, LostTicketError, PeerLostError
 from tests.api.books import check_all_back, until
 from tests.api.test_reconnect import attached, exporting, reconnecting, send, shows
+from tests.patience import PROMPTLY
 
 X = torch.arange(50)
 
@@ -35,7 +36,7 @@ async def test_who_has_tickets_only_goes_on_with_the_next_exporter(crash: bool) 
         with pytest.raises(LostTicketError):  # at once, and not when the next exporter is there
             await consumer.reconstruct(lost)
     assert await consumer.reconstruct(old) is copy
-    async with exporting() as exporter, asyncio.timeout(10):
+    async with exporting() as exporter, asyncio.timeout(PROMPTLY):
         new = await one(exporter)
         assert torch.equal(await consumer.reconstruct(new), X)
         with await consumer.borrow(await one(exporter)) as owner:
@@ -53,7 +54,7 @@ async def test_receive_is_told_of_a_loss_that_tickets_went_on_from() -> None:
         consumer = await reconnecting().__aenter__()
         await send(exporter, 1)
         await until(lambda: consumer.statistics().unread == 1)
-    async with exporting() as exporter, asyncio.timeout(10):
+    async with exporting() as exporter, asyncio.timeout(PROMPTLY):
         await consumer.reconstruct(await one(exporter))
         await send(exporter, 2)
         await until(lambda: consumer.statistics().unread == 1)
@@ -70,7 +71,7 @@ async def test_an_acknowledgement_that_nobody_hears_yet_is_said_to_the_next_expo
     async with exporting(crash=True):
         consumer = await reconnecting().__aenter__()
     await until(lambda: consumer.statistics().state != "open")
-    async with exporting() as exporter, asyncio.timeout(10):
+    async with exporting() as exporter, asyncio.timeout(PROMPTLY):
         tickets = await exporter.export({"x": X, "y": X})
         consumer.acknowledge(tickets.owner)
         with pytest.raises(asyncvmm.PackedReleaseError):
@@ -84,7 +85,7 @@ async def test_an_acknowledgement_that_nobody_hears_yet_is_said_to_the_next_expo
 
 async def test_after_a_broken_link_new_tickets_of_the_same_exporter_are_good() -> None:
     """Kills: an exporter that lives taken for one that is gone, because it was lost once."""
-    async with exporting() as exporter, asyncio.timeout(10):
+    async with exporting() as exporter, asyncio.timeout(PROMPTLY):
         consumer = await reconnecting().__aenter__()
         ticket = await one(exporter)
         assert consumer._current is not None
@@ -103,7 +104,7 @@ async def test_a_ticket_waits_for_the_next_exporter_and_may_be_cancelled() -> No
     """Kills: a wait that ends with the caller that began it."""
     async with exporting(crash=True):
         consumer = await reconnecting().__aenter__()
-    async with exporting() as stranger, asyncio.timeout(10):
+    async with exporting() as stranger, asyncio.timeout(PROMPTLY):
         ticket = await one(stranger)
         first = asyncio.ensure_future(consumer.reconstruct(ticket))
         second = asyncio.ensure_future(consumer.reconstruct(ticket))
