@@ -445,6 +445,11 @@ async def give_descriptors_back(me: Me) -> None:
         os.close(number)
 
 
+async def become_effectively(me: Me, uid: int) -> None:
+    """Run as another user, as a program that changes users for its work does."""
+    os.seteuid(uid)
+
+
 async def become(me: Me, uid: int, gid: int) -> None:
     """Be another user from now on."""
     os.setgroups([])

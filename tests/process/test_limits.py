@@ -185,6 +185,25 @@ async def test_another_user_is_refused_and_costs_nothing(
 
 
 @needs_root
+async def test_the_user_is_the_one_that_a_process_runs_as(peers: Peers, folder: Path) -> None:
+    """Both ends have changed users, as a server started by root does (field report 54).
+
+    Kills: an exporter that knows itself by another user than the kernel tells its peers.
+    """
+    name = shared_name("abstract", folder)
+    ends = host, consumer = peers.start(), peers.start()
+    for end in ends:
+        await end.call(steps.become_effectively, NOBODY)
+    await host.call(steps.open_exporter, name, 1)
+    await consumer.call(steps.connect, name, 0)
+    with pytest.raises(asyncvmm.AccessDeniedError):
+        async with asyncvmm.connect(name, device="cpu", rank=0, allow_uids=[NOBODY]):
+            pass
+    for end in reversed(ends):
+        await end.call(steps.leave)
+
+
+@needs_root
 @pytest.mark.parametrize("kind", ["path", "abstract"])
 async def test_another_user_comes_in_where_it_is_allowed(
     peers: Peers, folder: Path, kind: str

@@ -17,7 +17,7 @@ class Access:
     def __init__(
         self, uids: Iterable[int] = (), gids: Iterable[int] = (), secret: bytes | str = b""
     ) -> None:
-        self.uids = frozenset((os.getuid(), *check_ids(uids, "allow_uids")))
+        self.uids = frozenset((os.geteuid(), *check_ids(uids, "allow_uids")))
         self.gids = frozenset(check_ids(gids, "allow_gids"))
         self.secret = check_secret(secret)
 

@@ -75,7 +75,7 @@ class Handshake:
         if self._access.allows(uid, gid):
             return True
         error = AccessDeniedError(
-            f"user {uid} may not connect: this exporter belongs to user {os.getuid()}; open it "
+            f"user {uid} may not connect: this exporter belongs to user {os.geteuid()}; open it "
             f"with allow_uids or allow_gids to share it",
             uid=uid,
         )
