@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import asyncvmm
+from asyncvmm._consumer import consumer as consumer_module
 from asyncvmm.testing.counters import descriptors
 from tests.patience import PROMPTLY
 from tests.process import steps
@@ -243,3 +246,39 @@ async def test_releases_that_were_on_their_way_count_after_the_socket_is_lost(
         await peer.killed()
         async with asyncio.timeout(PROMPTLY):
             assert [(await ack).lost for ack in acks[2:]] == [(0,), (0,)]
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+async def test_a_consumer_leaves_an_exporter_that_stands_still(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, viewed: bool
+) -> None:
+    """More releases than its socket takes; it goes on when the consumer has long left.
+
+    Kills: last words that are dropped with a full socket, so that the owners are quarantined
+    until the consumer's process ends.
+    """
+    monkeypatch.setattr(consumer_module, "GOODBYE_SECONDS", 0.05)
+    count = 400
+    async with asyncvmm.open_exporter(
+        "pool", device="cpu", pool_bytes="1MiB", slots=count
+    ) as exporter:
+        consumer = await asyncvmm.connect("pool", device="cpu", rank=0).__aenter__()
+        acks = [
+            await exporter.send({"x": torch.ones(1)}, require="none", key=key)
+            for key in range(count)
+        ]
+        batches = [await consumer.receive() for _ in acks]
+        link = exporter._connections.open[0].link
+        link.pause()
+        views = [batch[0]["x"] for batch in batches[-100:]] if viewed else []
+        while batches:
+            batches.pop().release()
+            consumer._link.flush()  # a packet for each
+        assert consumer._link.queued
+        await consumer.aclose()
+        views.clear()
+        link.start()
+        async with asyncio.timeout(PROMPTLY):
+            assert all([(await ack).complete for ack in acks])
+            while exporter.statistics().consumers:
+                await turns(1)

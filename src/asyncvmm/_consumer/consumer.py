@@ -283,7 +283,8 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
             self._stop_watching()
             left = self._leases.finish()
             self._pump()
-            if left:
+            self._link.flush()
+            if left or self._link.queued:  # the kernel takes no more: the exporter stands still
                 self._linger(left)
             else:
                 try:
@@ -293,5 +294,5 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
                     self._region.close()
 
     def _linger(self, left: list[Lease]) -> None:
-        sock = None if self._link.closed else close_after_fork(self._link.detach())
-        self._leases.linger(Lingering(sock, self._region, left, self._leases.lane).settle)
+        lingering = Lingering(self._link, self._region, left, self._leases.lane)
+        self._leases.linger(lingering.settle)

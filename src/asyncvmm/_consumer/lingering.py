@@ -2,7 +2,8 @@
 
 The socket is kept without a loop.  When the last view of an owner dies, the thread in which that
 happens records the release event and sends the release itself, without blocking; with the last
-owner the socket is closed.  If that cannot be done, the end of the process will tell.
+owner the socket is closed.  Where the exporter stands still and the kernel takes no more, a thread
+waits to say the rest.  If that cannot be done, the end of the process will tell.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from asyncvmm._backends.base import ConsumerRegion
 from asyncvmm._consumer.lease import Lease
 from asyncvmm._core import wire
 from asyncvmm._errors import AsyncVMMError
+from asyncvmm._fds import close_after_fork
+from asyncvmm._io.link import Link
+
+MOST_AT_ONCE = 128
+"""Messages of one packet: releases with their events, which are the longest, fit twice."""
 
 _alive: set[Lingering] = set()
 """A view keeps its bytes and nothing else: the leases that wait for its end are kept here, also
@@ -26,19 +33,24 @@ class Lingering:
 
     def __init__(
         self,
-        sock: socket.socket | None,
+        link: Link,
         region: ConsumerRegion,
         leases: Iterable[Lease],
         lane: Callable[[tuple[int, ...]], int],
     ) -> None:
-        self._sock = sock
+        self._sock: socket.socket | None = None
+        self._unsent: list[bytes] = []
+        if not link.closed:
+            self._sock, self._unsent = link.detach()
+            close_after_fork(self._sock)
         self._lane = lane
         self._region = region
         self._left = set(leases)
-        self._unsent: list[bytes] = []
         _alive.add(self)
         # Re-entrant: a finaliser may run inside another one's critical section.
         self._lock = threading.RLock()
+        if not self._left:
+            self._end()
 
     def settle(self, lease: Lease) -> None:
         """Release one owner; called from any thread, also from a finaliser."""
@@ -50,8 +62,7 @@ class Lingering:
             if self._sock is not None:
                 self._say(lease)
             if not self._left:
-                self._close()
-                _alive.discard(self)
+                self._end()
 
     def _say(self, lease: Lease) -> None:
         frame = lease.frame
@@ -63,16 +74,42 @@ class Lingering:
             release = wire.Release(frame.slot, frame.generation, handle, lane)
             self._unsent.append(wire.encode(release))
             assert self._sock is not None
-            self._sock.send(wire.frame(self._unsent), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            _send(self._sock, self._unsent, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return  # goes with the next one, or the end of the process says it
+            return  # goes with the next one, or at the end
         except (OSError, AsyncVMMError):
             self._close()
-            return
-        self._unsent.clear()
+
+    def _end(self) -> None:
+        """Close with the last owner; what is not said yet is said by a thread, which may wait."""
+        _alive.discard(self)
+        sock = self._sock
+        if sock is not None and self._unsent:
+            saying = threading.Thread(
+                target=_say_rest, args=(sock, self._unsent), name="asyncvmm-goodbye", daemon=True
+            )
+            with suppress(RuntimeError):  # the interpreter is ending, and that will tell
+                saying.start()
+                self._sock = None
+        self._close()
 
     def _close(self) -> None:
         sock, self._sock = self._sock, None
         if sock is not None:
             sock.close()
         self._region.close()
+
+
+def _say_rest(sock: socket.socket, unsent: list[bytes]) -> None:
+    """Wait until the exporter has taken it all, or is gone."""
+    with sock, suppress(OSError):
+        sock.setblocking(True)
+        _send(sock, unsent)
+
+
+def _send(sock: socket.socket, unsent: list[bytes], flags: int = 0) -> None:
+    """Send messages and take them from the list; on an error those that were not sent stay."""
+    while unsent:
+        some = unsent[:MOST_AT_ONCE]
+        sock.send(wire.frame(some), flags | socket.MSG_NOSIGNAL)
+        del unsent[: len(some)]

@@ -152,19 +152,18 @@ class Link:
             self._leave()
             self._sock.close()
 
-    def detach(self) -> socket.socket:
+    def detach(self) -> tuple[socket.socket, list[bytes]]:
         """Send what is queued, leave the loop and give the socket away, still non-blocking.
 
-        What the kernel does not take now is dropped with a warning; where that matters, look
-        at :attr:`queued` after a :meth:`flush` first.  ``on_end`` is not called any more.
+        What the kernel does not take now is returned, too, to be sent by the new owner.
+        ``on_end`` is not called any more.
         """
         self.flush()
         if self._closed:
             raise LocalProtocolError("the link has ended; there is no socket to give away")
-        if self.queued:
-            _logger.warning("%d queued messages were dropped by a detach", self.queued)
+        unsent = self._outbox.take()
         self._leave()
-        return self._sock
+        return self._sock, unsent
 
     # Reading
 

@@ -107,6 +107,12 @@ class Outbox:
         self.packet, self._messages = None, []
         return True
 
+    def take(self) -> list[bytes]:
+        """Return all messages, oldest first, and forget them; close the descriptors."""
+        messages = self._messages + [m if isinstance(m, bytes) else m[0] for m in self.queue]
+        self.drop()
+        return messages
+
     def drop(self) -> None:
         """Forget everything and close the descriptors."""
         self.sent()
