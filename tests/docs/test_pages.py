@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,20 @@ def test_links_lead_to_files(page: Path) -> None:
     for target in _LINK.findall(page.read_text(encoding="utf-8")):
         if "://" not in target and not target.startswith("#"):
             assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_the_layers_are_those_that_are_checked() -> None:
+    """Kills the planted bug of a layer that was added and is not in the design."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (checked,) = (
+        contract["layers"]
+        for contract in project["tool"]["importlinter"]["contracts"]
+        if contract["name"] == "layers of the package"
+    )
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    block = design.partition("## Layers\n")[2].split("```")[1].strip()
+    shown = [line.split("  ")[0] for line in block.splitlines()]
+    assert shown == [re.sub(r"[()]", "", layer) for layer in checked]
 
 
 @pytest.mark.slow
