@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,10 @@ pytestmark = pytest.mark.slow
 
 
 def run_example(name: str, *arguments: str) -> str:
-    """Run an example, a file or a package, to its end and return what it printed."""
+    """Run an example, a file or a package, to its end and return what it printed.
+
+    Its processes share the output: a line is whole only if it is written at once, as by default.
+    """
     program = [str(EXAMPLES / name)] if name.endswith(".py") else ["-m", f"examples.{name}"]
     done = subprocess.run(
         [sys.executable, *program, *arguments],
@@ -24,6 +28,7 @@ def run_example(name: str, *arguments: str) -> str:
         timeout=100,
         check=False,
         cwd=EXAMPLES.parent,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
