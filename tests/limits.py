@@ -25,9 +25,11 @@ SHARE = 0.8
 
 
 def seconds_of(item: pytest.Item) -> float:
-    """Return how long a test may take; 0 for as long as it likes."""
-    marker = item.get_closest_marker("timeout")
-    given: Any = marker.args[0] if marker else item.config.getini("timeout")
+    """Return how long a test may take; 0 for as long as it likes, as with ``--timeout=0``."""
+    given: Any = item.config.getoption("timeout", None)
+    if given is None:
+        marker = item.get_closest_marker("timeout")
+        given = marker.args[0] if marker else item.config.getini("timeout")
     return SHARE * float(given or 0)
 
 
