@@ -152,7 +152,8 @@ class HostPort:
         if not count:
             return torch.empty(shape, dtype=dtype)
         flat = torch.frombuffer(holder, dtype=dtype, count=count, offset=offset)
-        return flat if len(shape) == 1 else flat.view(shape)
+        # Of as many elements, so it touches no byte; a view of it would be a second tensor.
+        return flat if len(shape) == 1 else flat.resize_(shape)
 
     def clone(self, holder: object, nbytes: int, features: Sequence[Feature]) -> dict[str, Tensor]:
         """Copy the whole owner in one copy into memory of this process alone."""
