@@ -40,3 +40,24 @@ def test_import_starts_nothing() -> None:
     assert seen["environment"] is True
     assert seen["loggers"] == ["NullHandler"]  # else Python prints what nobody asked for
     assert done.stderr == ""
+
+
+PRELOAD = """
+import json, sys
+import asyncvmm
+from asyncvmm._tensors import open_port, preload
+asyncvmm.connect
+preload("cpu")
+before = set(sys.modules)
+open_port("cpu")
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+@pytest.mark.slow
+def test_no_exporter_waits_for_a_consumers_imports() -> None:
+    """Kills the planted bug of a port that is imported during the handshake."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRELOAD], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert json.loads(done.stdout) == []

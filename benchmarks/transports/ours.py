@@ -8,9 +8,14 @@ from typing import Any, Self
 import torch
 
 import asyncvmm
+import asyncvmm._consumer.opening
+import asyncvmm._exporter.opening
+from asyncvmm._tensors import preload
 from benchmarks.contents import CHECKED
 from benchmarks.setting import Setting
 from benchmarks.transports.base import Consumer, Producer, Take, Transport
+
+preload("auto")  # and the two above: imported where first used, and no part of connecting
 
 _ALIGNMENT = 256
 

@@ -92,10 +92,10 @@ def preload(device: str) -> None:
     check_device(device)
     import torch
 
-    from asyncvmm._tensors import plan as plan
-
     if device != "cpu" and torch.cuda.is_available():
         from asyncvmm._tensors import cuda as cuda
+    if not device.startswith("cuda"):
+        from asyncvmm._tensors import host as host
 
 
 def check_device(device: object) -> None:
