@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
+import multiprocessing
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -63,7 +63,12 @@ async def consumer() -> AsyncIterator[Names]:
 async def tickets() -> AsyncIterator[Names]:
     """An exporter, and one consumer of it that redeems."""
     async with an_exporter() as opened, asyncvmm.connect(NAME, rank=0) as attached:
-        yield {"exporter": opened, "consumer": attached, "pickle": pickle}
+        channel = multiprocessing.get_context("spawn").Queue()
+        try:
+            yield {"exporter": opened, "consumer": attached, "channel": channel}
+        finally:
+            channel.close()
+            channel.join_thread()
 
 
 async def _two_exporters() -> None:
