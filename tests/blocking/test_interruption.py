@@ -190,6 +190,26 @@ def test_an_interrupted_start_of_the_thread_leaves_none(
     blocking.open_exporter(name, pool_bytes="64KiB", device="cpu").__enter__().close()
 
 
+def test_an_interruption_of_letting_go_leaves_no_user(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came when a call was over, before the thread was told that nobody needs it for that.
+
+    Kills the planted bug of a call that stays a user, so that the thread never ends.
+    """
+    let_go = _thread.let_go
+
+    def interrupted_let_go(user: object) -> None:
+        monkeypatch.setattr(_thread, "let_go", let_go)
+        raise KeyboardInterrupt
+
+    with open_both(name) as (exporter, _):
+        monkeypatch.setattr(_thread, "let_go", interrupted_let_go)
+        with pytest.raises(KeyboardInterrupt):
+            exporter.drain(SECONDS)
+    assert loop_threads() == []
+
+
 @pytest.mark.slow
 def test_an_interruption_at_any_place_of_opening_or_closing_leaves_nothing(name: str) -> None:
     """Interrupted at each place in turn: no thread stays, and the name is free at once.
