@@ -122,11 +122,15 @@ async def comparer(consumer: asyncvmm.Consumer, device: torch.device) -> dict[st
 
 
 async def holder(consumer: asyncvmm.Consumer, device: torch.device) -> dict[str, int]:
-    """Take everything and release it behind a very long kernel."""
+    """Take everything and release it behind some two seconds of kernels.
+
+    Few long ones: launching waits where more than about a thousand are pending, and of the time
+    that many short ones take half would be over before anything is taken.
+    """
     side = torch.cuda.Stream(device)
     with torch.cuda.stream(side):
-        for _ in range(2000):
-            torch.cuda._sleep(LONG)
+        for _ in range(300):
+            torch.cuda._sleep(LONGER)
     async for batch in consumer:
         for owner in batch:
             with torch.cuda.stream(side):
