@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections import deque
 from pathlib import Path
 from typing import Any, Self
 
@@ -91,6 +92,7 @@ class IceoryxProducer(Producer):
         self._notifier = filled.notifier_builder().create()
         self._listener = emptied.listener_builder().create()
         self._acks = Acks()
+        self._out: deque[int] = deque()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -119,7 +121,12 @@ class IceoryxProducer(Producer):
         self._notifier.notify()
 
     async def hand_over(self, number: int) -> Any:
+        # A full ring blocks its sender: who went on sending would never take the answers, and
+        # their ring would block the consumer.
+        if len(self._out) == self.setting.depth:
+            await self.settled(self._out.popleft())
         self._acks.expect(number, self.setting.consumers)
+        self._out.append(number)
         self._send(number)
         return number
 

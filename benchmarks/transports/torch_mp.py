@@ -60,11 +60,14 @@ class TorchProducer(Producer):
 
     async def settled(self, ticket: Any) -> None:
         while ticket in self._owed:
-            number = self.shared.back.get()
-            self._owed[number] -= 1
-            if not self._owed[number]:
-                del self._owed[number]
-                self._free(number)
+            self._hear()
+
+    def _hear(self) -> None:
+        number = self.shared.back.get()
+        self._owed[number] -= 1
+        if not self._owed[number]:
+            del self._owed[number]
+            self._free(number)
 
     def _free(self, number: int) -> None:
         del self._kept[number]
@@ -79,6 +82,8 @@ class ReusingProducer(TorchProducer):
         self._pool = [super(ReusingProducer, self)._tensors(0) for _ in range(depth)]
 
     def _tensors(self, number: int) -> list[torch.Tensor]:
+        while not self._pool:
+            self._hear()
         tensors = self._pool.pop()
         if number & CHECKED:
             for tensor, feature in zip(tensors, self.contents.features(number), strict=True):
