@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,6 +70,32 @@ async def test_last_words_before_a_reset_are_read(ends: list[End]) -> None:
     receiver.link.start()
     assert isinstance(await receiver.ended(), errors.PeerLostError)
     assert receiver.messages == words
+
+
+async def test_the_error_of_a_link_keeps_nothing_of_who_was_sending(ends: list[End]) -> None:
+    """A receive that is told so by the kernel has the views of its caller on the stack.
+
+    Kills: an error that carries the traceback of the socket call, and so every frame below it.
+    """
+
+    class View:
+        """Something that the caller has in a variable."""
+
+    def send(end: End) -> weakref.ref[View]:
+        view = View()
+        end.link.post(b"taken")
+        end.link.flush()
+        return weakref.ref(view)
+
+    a, b = pair()
+    sender = End(b)
+    ends.append(sender)
+    a.close()
+    view = send(sender)
+    error = await sender.ended()
+    assert isinstance(error, errors.PeerLostError)
+    assert isinstance(error.__cause__, OSError)
+    assert view() is None
 
 
 async def test_last_words_before_a_broken_pipe_are_read(ends: list[End]) -> None:

@@ -107,7 +107,9 @@ def socket_error(failure: OSError, unsent: int) -> AsyncVMMError:
         error = descriptor_limit()
     else:
         error = LocalProtocolError(f"the socket refused a packet: {failure}")
-    error.__cause__ = failure
+    # Without its frames: a link keeps its error, and the frames lead back to whoever was sending,
+    # whose views would live as long as that.
+    error.__cause__ = failure.with_traceback(None)
     return error
 
 
