@@ -170,9 +170,12 @@ async def test_a_long_wait_costs_few_looks(monkeypatch: pytest.MonkeyPatch) -> N
     async with asyncvmm.open_exporter(
         name, device="cuda:0", pool_bytes=MIB, slots=1, close_timeout=60
     ) as exporter:
-        ack = await exporter.send({"x": torch.ones(64, device="cuda:0")})
-        while not exporter.statistics().slots.draining:  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.01)
+        source = torch.ones(64, device="cuda:0")
+        await (await exporter.send({"x": source}))  # the holder's kernels come after it
+        ack = await exporter.send({"x": source})
+        async with asyncio.timeout(30):
+            while not exporter.statistics().slots.draining:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.01)
         monkeypatch.setattr(events.Event, "done", counted)
         await asyncio.sleep(1)
         assert not ack.done()
