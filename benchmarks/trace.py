@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import asyncvmm
+import benchmarks.transports.ours  # noqa: F401 - it imports what connecting would import first
 from benchmarks.setting import MIB
 
 HANDOFFS = 100

@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 
+from asyncvmm._backends import driver
 from asyncvmm._backends.base import ConsumerRegion, ExporterRegion
 from asyncvmm._backends.cuda import CudaConsumerRegion, CudaExporterRegion
 from asyncvmm._backends.driver import copy
@@ -84,10 +85,11 @@ class CudaPort:
         chosen = torch.device(device)
         index: int | None = chosen.index  # None for plain "cuda"
         self._index = torch.cuda.current_device() if index is None else index
-        if self._index >= torch.cuda.device_count():
+        count = driver.device_count()  # torch starts NVML to count them, every first time
+        if self._index >= count:
             raise ArgumentError(
-                f"device={device!r} was asked for, but torch sees {torch.cuda.device_count()} "
-                f"CUDA device(s) here, numbered from 0"
+                f"device={device!r} was asked for, but there are {count} CUDA device(s) here, "
+                f"numbered from 0"
             )
         self._device = torch.device("cuda", self._index)
         self.device = str(self._device)
