@@ -23,12 +23,6 @@ H200, driver 580): one ready event per slot plus one release event per slot and 
 for two consumers on the exporter's side with room to spare."""
 
 
-BURST = 16
-"""Features that a task may send, or receive, without the loop turning: as many owners of one
-feature as a packet takes.  Measured at 0.2 ms on host memory; 0.4 ms on an H200, as far as what a
-send takes there (27 us) tells."""
-
-
 class SegmentInfo(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One physical allocation of a pool."""
 

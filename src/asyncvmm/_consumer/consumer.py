@@ -7,6 +7,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from anyio.abc import ObjectReceiveStream
@@ -35,8 +36,9 @@ from asyncvmm._errors import (
 from asyncvmm._fds import OwnedFd, close_after_fork
 from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch
+from asyncvmm._io.turn import Turn
 from asyncvmm._tensors import DevicePort
-from asyncvmm._types import BURST, Key
+from asyncvmm._types import Key
 
 if TYPE_CHECKING:
     from asyncvmm._consumer.resuming import Resuming
@@ -82,7 +84,7 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
         self._unread_lost = 0
         self._closed = False
         self._forked = False
-        self._burst = 0  # features received since the loop was last seen to turn
+        self._turn = Turn()
         self._made_in = os.getpid()
         close_after_fork(self)
 
@@ -94,14 +96,14 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
         Raises EndOfStream after the exporter's goodbye, PeerLostError if it vanished (also for
         batches still unread), ClosedError after ``aclose``.  Cancelled, it loses no batch.
         """
-        if self._burst >= BURST:
+        if self._turn.over:
             # Who receives in a loop and never has to wait would keep the event loop.
-            self._burst = 0
+            self._turn.begin()
             await asyncio.sleep(0)
         while True:
             if (batch := self._next()) is not None:
                 return batch
-            self._burst = 0
+            self._turn.begin()
             waiter = self._loop.create_future()
             self._waiters.append(waiter)
             try:
@@ -125,14 +127,13 @@ class Consumer(Redeeming, ObjectReceiveStream[Batch]):
         if self._forked:
             raise ForkError("consumer", self._made_in, os.getpid())
         core = self._core
-        if core.inbox and not self._closed:
-            frames = core.take()
-            assert frames is not None
+        if not self._closed and (frames := core.take()):
             if core.outgoing:
                 self._pump()
                 self._link.flush()  # told before it is begun: nobody else may begin it
+            now = monotonic()
             for frame in frames:
-                self._burst += len(frame.features)
+                self._turn.count(len(frame.features), now)
             return Batch(self._leases.lease(frames))
         if self._closed:
             raise ClosedError("this consumer was closed")

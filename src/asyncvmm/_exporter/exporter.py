@@ -12,7 +12,7 @@ from asyncvmm._exporter.exporting import Exporting
 from asyncvmm._exporter.reporting import report
 from asyncvmm._exporter.reservation import Reservation
 from asyncvmm._exporter.statistics import PoolStatistics
-from asyncvmm._types import BURST, Key, TensorSpec
+from asyncvmm._types import Key, TensorSpec
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Tensor
@@ -52,7 +52,7 @@ class Exporter(Exporting):
         number = self._current_stream() if stream is None else self._stream(stream)
         plan = self._plan_tensors(features)
         terms = self._terms(plan.nbytes, key, metadata, to, require)
-        if self._burst >= BURST:
+        if self._turn.over:
             await self._breathe()
         record = None if self._queue else self._core.reserve(plan.nbytes)
         if record is None:

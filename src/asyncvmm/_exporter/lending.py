@@ -13,13 +13,7 @@ from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.ledger import Record
 from asyncvmm._core.routing import To
-from asyncvmm._errors import (
-    BackendError,
-    ClosedError,
-    ForkError,
-    OwnerTooLargeError,
-    WouldBlock,
-)
+from asyncvmm._errors import BackendError, ClosedError, ForkError, OwnerTooLargeError, WouldBlock
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
 from asyncvmm._exporter.connections import Connections
 from asyncvmm._exporter.copier import Copier
@@ -31,9 +25,10 @@ from asyncvmm._exporter.reporting import Counters
 from asyncvmm._exporter.room import Room
 from asyncvmm._exporter.terms import PLAIN, Terms, make_terms
 from asyncvmm._fds import close_after_fork
+from asyncvmm._io.turn import Turn
 from asyncvmm._logs import Once, kind_of
 from asyncvmm._tensors import DevicePort
-from asyncvmm._types import BURST, Key
+from asyncvmm._types import Key
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Layout, Plan, Tensor
@@ -68,7 +63,7 @@ class Lending:
         self._draining = Draining(region, self._fencing, core, self._freed, connections.left)
         self._copier = Copier(port, self._draining)
         self._next_key = 0
-        self._burst = 0  # features published since the loop was last seen to turn
+        self._turn = Turn()
         self._made_in = os.getpid()
         self._forked = False
         self._closing = False
@@ -108,12 +103,12 @@ class Lending:
 
     async def _breathe(self) -> None:
         """Let the loop turn: who sends in a loop and never has to wait would keep it."""
-        self._burst = 0
+        self._turn.begin()
         await asyncio.sleep(0)
         self._guard()
 
     async def _acquire(self, nbytes: int) -> Record:
-        if self._burst >= BURST:
+        if self._turn.over:
             await self._breathe()
         self._guard()  # a reservation may be entered long after it was asked for
         if not self._queue:
@@ -187,9 +182,9 @@ class Lending:
             record, key, layout.features, terms.metadata, terms.to, ready, terms.proof
         )
         ack = record.acknowledgement = Acknowledgement(key, terms.require)
-        record.stamp = monotonic()
+        now = record.stamp = monotonic()
+        self._turn.count(len(layout.features), now)
         self._counters.published += 1
-        self._burst += len(layout.features)
         self._pump()
         return ack
 
@@ -213,6 +208,11 @@ class Lending:
         return self._port.stream_of(stream)
 
     # -- the core's outputs ------------------------------------------------------------------
+
+    def _told(self) -> None:
+        """Drain the core's outputs after what a callback of the loop has brought."""
+        self._turn.begin()
+        self._pump()
 
     def _pump(self) -> None:
         """Drain the core's outputs; call it after every input."""
@@ -244,7 +244,6 @@ class Lending:
         if self._debug:
             self._poison(record)
         self._core.drained(record)
-        self._burst = 0  # a callback of the loop told us
         ack = record.acknowledgement
         # Whoever keeps the acknowledgement keeps the outcome, not the packet; and no circle is
         # left for the garbage collector.

@@ -158,7 +158,7 @@ class open_exporter:
                 core,
                 region,
                 access=self._access,
-                pump=lambda: exporter._pump(),
+                pump=lambda: exporter._told(),
                 gone=lambda peer, died: exporter._draining.gone(peer, died=died),
                 open_release=lambda *event: exporter._fencing.open_release(*event),
                 observers=Observers(lambda: snapshot(exporter)),
