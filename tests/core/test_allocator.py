@@ -7,7 +7,7 @@ import random
 from itertools import groupby
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -17,6 +17,33 @@ from asyncvmm._errors import LocalProtocolError
 ABSENT, FREE, USED = 0, 1, 2
 RANGE = 16
 RANGES = 6
+UNITS = 48
+
+
+def listed(pool: Allocator) -> list[tuple[int, int]]:
+    """Return size and start of all gaps in their order, and see that both indexes name the same."""
+    assert set(pool._sizes) == set(pool._lowest)
+    assert set(pool._others) <= set(pool._lowest)
+    assert all(pool._others.values())
+    found = [
+        (size, start)
+        for size in pool._sizes
+        for start in (pool._lowest[size], *pool._others.get(size, ()))
+    ]
+    ends = {start: start + size for size, start in found}
+    assert pool._edges == ends | {end: start for start, end in ends.items()}
+    return found
+
+
+def free_runs(model: bytearray) -> list[tuple[int, int]]:
+    """Return size and start of all maximal free runs."""
+    found, at = [], 0
+    for state, run in groupby(model):
+        size = len(list(run))
+        if state == FREE:
+            found.append((size, at))
+        at += size
+    return found
 
 
 class BytesMachine(RuleBasedStateMachine):
@@ -34,20 +61,10 @@ class BytesMachine(RuleBasedStateMachine):
         for index in range(count):
             self.grow(index)
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """Return size and start of all maximal free runs."""
-        found, at = [], 0
-        for state, run in groupby(self.model):
-            size = len(list(run))
-            if state == FREE:
-                found.append((size, at))
-            at += size
-        return found
-
     @rule(nbytes=st.integers(1, 24))
     def allocate(self, nbytes: int) -> None:
         """The smallest gap that fits is used, the first of equals, from its start."""
-        fitting = [gap for gap in self.gaps() if gap[0] >= nbytes]
+        fitting = [gap for gap in free_runs(self.model) if gap[0] >= nbytes]
         start = self.pool.allocate(nbytes)
         assert start == (min(fitting)[1] if fitting else None)
         if start is not None:
@@ -89,19 +106,63 @@ class BytesMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         """Chunk bytes and free bytes sum to the pool; gaps are maximal (inv. 1)."""
-        gaps = self.gaps()
-        assert self.pool._sorted == sorted(gaps)
+        gaps = free_runs(self.model)
+        assert listed(self.pool) == sorted(gaps)
         assert self.pool.gaps == len(gaps)
         assert self.pool.largest_gap == max(gaps, default=(0, 0))[0]
         assert self.pool.free_bytes == self.model.count(FREE)
         assert self.pool.capacity == len(self.model) - self.model.count(ABSENT)
         assert self.pool.free_bytes + sum(n for _, n in self.chunks) == self.pool.capacity
-        assert self.pool._by_start == {start: size for size, start in gaps}
-        assert self.pool._by_end == {start + size: start for size, start in gaps}
 
 
 BytesMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestBytes = pytest.mark.slow(BytesMachine.TestCase)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 2), min_size=16, max_size=24),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99)), max_size=40),
+    st.lists(st.integers(1, 2), max_size=24),
+)
+def test_of_equal_gaps_the_lowest_is_taken(
+    chunks: list[int], calls: list[tuple[int, int]], plan: list[int]
+) -> None:
+    """Kills equal gaps that are out of order, forgotten, or listed when they are gone.
+
+    Planted: a gap below the lowest of its size listed as a further one; the lowest taken and its
+    follower left listed; an emptied list kept; a size left listed when its last gap is gone; a
+    plan that counts one gap of each size.
+    """
+    pool, model = Allocator(), bytearray([FREE]) * UNITS
+    pool.add_range(0, UNITS)
+    live: list[tuple[int, int]] = []
+
+    def take(size: int) -> None:
+        fitting = [gap for gap in free_runs(model) if gap[0] >= size]
+        start = pool.allocate(size)
+        assert start == (min(fitting)[1] if fitting else None)
+        if start is not None:
+            model[start : start + size] = bytes([USED]) * size
+            live.append((start, size))
+
+    def give_back(start: int, size: int) -> None:
+        pool.free(start, size)
+        model[start : start + size] = bytes([FREE]) * size
+
+    for size in chunks:
+        take(size)
+    for chunk in live[::2]:
+        give_back(*chunk)
+    del live[::2]
+    for size, which in calls:
+        if size:
+            take(size)
+        elif live:
+            give_back(*live.pop(which % len(live)))
+        assert listed(pool) == sorted(free_runs(model))
+    other = copy.deepcopy(pool)
+    assert pool.fits(plan) == all(other.allocate(n) is not None for n in plan)
 
 
 def test_one_stuck_chunk_stops_nobody() -> None:
@@ -150,6 +211,6 @@ def test_a_lost_gap_is_reported_not_papered_over() -> None:
     """Kills a free list that goes on after it has contradicted itself."""
     pool = Allocator()
     pool.add_range(0, 1024)
-    pool._sorted.clear()
+    pool._lowest.clear()
     with pytest.raises(LocalProtocolError, match=r"lost the range \[0, 1024\)"):
         pool.free(1024, 256)

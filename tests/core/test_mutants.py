@@ -107,13 +107,14 @@ def _(patch: Patch) -> None:
 
 @mutant("neighbouring gaps are not merged", BroadcastMachine)
 def _(patch: Patch) -> None:
-    def free(pool: Allocator, start: int, nbytes: int) -> None:
-        pool.free_bytes += nbytes
-        pool._by_start[start] = nbytes
-        pool._by_end[start + nbytes] = start
-        pool._sorted = sorted((*pool._sorted, (nbytes, start)))
+    free = Allocator.free
 
-    patch.setattr(Allocator, "free", free)
+    def see_no_neighbour(pool: Allocator, start: int, nbytes: int) -> None:
+        edges, pool._edges = pool._edges, {}
+        free(pool, start, nbytes)
+        pool._edges = edges | pool._edges
+
+    patch.setattr(Allocator, "free", see_no_neighbour)
 
 
 @mutant("a chunk overlaps the one before it", BroadcastMachine)
