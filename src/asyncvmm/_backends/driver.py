@@ -43,12 +43,17 @@ _HINTS = {
 _loaded: Any = None
 
 
+def import_bindings() -> Any:
+    """Return the bindings, with the driver as it is.  Takes 20 to 40 ms the first time."""
+    return importlib.import_module("cuda.bindings.driver")
+
+
 def load() -> Any:
     """Return the bindings with the driver started, importing them on the first call."""
     global _loaded
     if _loaded is None:
         try:
-            bindings = importlib.import_module("cuda.bindings.driver")
+            bindings = import_bindings()
         except ImportError as error:
             raise BackendError(
                 f"the CUDA bindings cannot be imported ({error}); "

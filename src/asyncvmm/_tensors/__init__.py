@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from asyncvmm._backends.base import ConsumerRegion, ExporterRegion
@@ -93,7 +93,11 @@ def preload(device: str) -> None:
     import torch
 
     if device != "cpu" and torch.cuda.is_available():
+        from asyncvmm._backends import driver
         from asyncvmm._tensors import cuda as cuda
+
+        with suppress(ImportError):  # told by whoever needs them
+            driver.import_bindings()
     if not device.startswith("cuda"):
         from asyncvmm._tensors import host as host
 
