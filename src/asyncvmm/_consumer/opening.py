@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterable
 from functools import partial
@@ -19,7 +18,7 @@ from asyncvmm._core.wire import MAX_TEXT, MAX_WINDOW, check_secret
 from asyncvmm._errors import ArgumentError, LocalProtocolError, RemoteProtocolError
 from asyncvmm._io.chrome import write
 from asyncvmm._io.names import check, resolve
-from asyncvmm._io.threads import made_in_thread
+from asyncvmm._io.threads import in_thread, made_in_thread
 from asyncvmm._io.timeline import Timeline
 from asyncvmm._tensors import DevicePort, check_device, open_port, preload
 from asyncvmm._types import check_ids, is_int
@@ -139,10 +138,10 @@ class connect(Generic[ConsumerT]):
         if self._consumer is not None:
             raise LocalProtocolError("connect() can be entered once; call it again")
         if self._timeline is not None:
-            await asyncio.to_thread(self._timeline.prepare)
+            await in_thread(self._timeline.prepare)
         if self._port is None:
             # Before the handshake, so that an exporter never waits for our imports.
-            await asyncio.to_thread(preload, self._device)
+            await in_thread(preload, self._device)
         first = await self._come_in(wait=self._wait)
         if self._reconnect:
             self._consumer = ReconnectingConsumer(first, partial(self._come_in, wait=True))
@@ -151,7 +150,7 @@ class connect(Generic[ConsumerT]):
         return cast("ConsumerT", self._consumer)
 
     async def _come_in(self, *, wait: bool) -> Consumer:
-        address = await asyncio.to_thread(resolve, self._name)
+        address = await in_thread(resolve, self._name)
         handshake = await reach(address, self._greeting, self._users, wait=wait)
         try:
             welcome = await handshake.answer(wire.Welcome)
@@ -179,7 +178,7 @@ class connect(Generic[ConsumerT]):
         core.consumer_count, core.exporter = welcome.consumer_count, welcome.exporter
         port = self._port
         if port is None:
-            port = await asyncio.to_thread(open_port, self._device, kind=info.kind)
+            port = await in_thread(open_port, self._device, kind=info.kind)
         region = await made_in_thread(partial(port.attach, info), lambda region: region.close())
         try:
             member = self._hello.name if core.competes else self._hello.rank
@@ -205,4 +204,4 @@ class connect(Generic[ConsumerT]):
                 await self._consumer.aclose()
             finally:
                 if self._timeline is not None:
-                    await asyncio.to_thread(write, self._timeline)
+                    await in_thread(write, self._timeline)

@@ -12,6 +12,7 @@ from asyncvmm._consumer.owner import Owner
 from asyncvmm._core.ledger import PeerState
 from asyncvmm._errors import ArgumentError
 from asyncvmm._groups import AttentionGroup, acknowledged_ranks
+from asyncvmm._io.threads import begin, in_thread
 from asyncvmm._tensors import DevicePort
 from asyncvmm._ticket import OwnerTicket, Ticket, check_owner
 from asyncvmm._ticket_errors import BorrowedTicketError, PackedReleaseError
@@ -134,7 +135,7 @@ class Redeeming(Asking):
         """Move a tensor that came as a host copy to where reconstructed ones are."""
         if self._port.kind == "host":
             return value
-        return await asyncio.to_thread(self._port.to_device, value, self._port.stream_of(stream))
+        return await in_thread(self._port.to_device, value, self._port.stream_of(stream))
 
     # -- copying -----------------------------------------------------------------------------
 
@@ -169,7 +170,7 @@ class Redeeming(Asking):
     def _copy_elsewhere(self, owner: OwnerTicket, lease: Lease) -> asyncio.Future[KeptCopy]:
         """Copy in a worker thread, so that the loop is not kept."""
         name = _shown(owner)
-        work = self._loop.run_in_executor(None, self._leases.local(lease))
+        work = begin(self._leases.local(lease))
         done: asyncio.Future[KeptCopy] = self._loop.create_future()
         self._copying[name] = done
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncvmm._exporter.draining import Draining
+from asyncvmm._io.threads import begin, in_thread
 from asyncvmm._tensors import DevicePort
 
 if TYPE_CHECKING:
@@ -28,9 +30,7 @@ class Copier:
         """Copy a plan's tensors to ``address``; raises what the copy raised."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(self._port.copy_threads, "asyncvmm-copy")
-        copy = asyncio.get_running_loop().run_in_executor(
-            self._executor, self._port.copy_in, address, plan, stream
-        )
+        copy = begin(partial(self._port.copy_in, address, plan, stream), self._executor)
         self._draining.copying[slot] = copy
         try:
             await asyncio.shield(copy)
@@ -41,4 +41,4 @@ class Copier:
     async def close(self) -> None:
         """Wait for the copies that run."""
         if self._executor is not None:
-            await asyncio.to_thread(self._executor.shutdown)
+            await in_thread(self._executor.shutdown)

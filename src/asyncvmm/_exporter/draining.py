@@ -23,6 +23,7 @@ from asyncvmm._errors import BackendError
 from asyncvmm._exporter.fencing import Fencing, Lane
 from asyncvmm._io.fences import FenceWatcher
 from asyncvmm._io.soon import SoonFences
+from asyncvmm._io.threads import in_thread
 from asyncvmm._logs import Once, kind_of
 
 logger = logging.getLogger("asyncvmm.exporter")
@@ -240,4 +241,4 @@ class Draining:
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.stop()
-            await asyncio.to_thread(watcher.close)
+            await in_thread(watcher.close)

@@ -18,6 +18,7 @@ from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.layout import aligned
 from asyncvmm._errors import ArgumentError, AsyncVMMError, BackendError
 from asyncvmm._exporter.connections import Connections
+from asyncvmm._io.threads import in_thread
 from asyncvmm._types import SegmentInfo
 
 logger = logging.getLogger("asyncvmm.exporter")
@@ -80,7 +81,7 @@ class Elastic:
         size = min(max(nbytes, self.pool_bytes), self._largest(mapped=False))
         segment = None
         try:
-            segment = await asyncio.to_thread(self._region.grow, size)
+            segment = await in_thread(self._region.grow, size)
             await self._connections.share(segment)
             self._add(segment)
             self.grown += 1
@@ -117,7 +118,7 @@ class Elastic:
                 if index in conn.segments:
                     conn.segments.discard(index)
                     conn.link.post(wire.encode(wire.Unmap(index)))
-            await asyncio.to_thread(self._region.shrink, index)
+            await in_thread(self._region.shrink, index)
         finally:
             leaving.discard(index)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from asyncvmm._errors import ArgumentError, ForkError
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
 from asyncvmm._exporter.lending import Lending
 from asyncvmm._exporter.terms import Terms
+from asyncvmm._io.threads import in_thread
 from asyncvmm._ticket import PROOF_BYTES, OwnerTicket, Ticket, Tickets, check_owner
 from asyncvmm._ticket_errors import ForeignTicketError
 from asyncvmm._types import Key
@@ -168,7 +168,7 @@ class Exporting(Lending):
         """Copy what the pool has no room for, off the loop, after the work on ``stream``."""
         number = self._stream(stream)
         to_host = self._port.to_host
-        copies = [await asyncio.to_thread(to_host, tensor, number) for tensor in tensors]
+        copies = [await in_thread(to_host, tensor, number) for tensor in tensors]
         self._counters.fallbacks += len(copies)
         return copies
 

@@ -6,7 +6,6 @@ consumer says that it has mapped every segment; one that fails half-way has noth
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import os
@@ -27,6 +26,7 @@ from asyncvmm._exporter.access import Access
 from asyncvmm._exporter.connection import Connection
 from asyncvmm._exporter.observing import Observers
 from asyncvmm._fds import OwnedFd
+from asyncvmm._io.threads import in_thread
 from asyncvmm._types import SegmentInfo
 
 logger = logging.getLogger("asyncvmm.exporter")
@@ -192,7 +192,7 @@ class Handshake:
 
     async def send_segment(self, conn: Connection, segment: SegmentInfo) -> None:
         """Export one segment to one consumer.  Exporting may take a millisecond: off the loop."""
-        handle = await asyncio.to_thread(self._region.export, segment.index)
+        handle = await in_thread(self._region.export, segment.index)
         fds = [handle] if isinstance(handle, OwnedFd) else []
         conn.segments.add(segment.index)
         if segment.index in self.leaving or conn.link.closed:

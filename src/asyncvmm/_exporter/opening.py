@@ -26,7 +26,7 @@ from asyncvmm._exporter.tracing import follow
 from asyncvmm._io.chrome import write
 from asyncvmm._io.listener import Listener
 from asyncvmm._io.names import check, resolve
-from asyncvmm._io.threads import made_in_thread
+from asyncvmm._io.threads import in_thread, made_in_thread
 from asyncvmm._io.timeline import Timeline
 from asyncvmm._tensors import (
     DevicePort,
@@ -134,10 +134,10 @@ class open_exporter:
         loop = asyncio.get_running_loop()
         async with AsyncExitStack() as undo:
             if self._timeline is not None:
-                await asyncio.to_thread(self._timeline.prepare)
+                await in_thread(self._timeline.prepare)
             port = self._port
             if port is None:
-                port = await asyncio.to_thread(open_port, self._device)
+                port = await in_thread(open_port, self._device)
             create = partial(
                 port.create,
                 self._pool_bytes,
@@ -147,8 +147,8 @@ class open_exporter:
                 handle_type=self._handle_type,
             )
             region = await made_in_thread(create, lambda region: region.close())
-            undo.push_async_callback(asyncio.to_thread, region.close)
-            address = await asyncio.to_thread(resolve, self._name)
+            undo.push_async_callback(in_thread, region.close)
+            address = await in_thread(resolve, self._name)
             listener = await made_in_thread(
                 partial(Listener.bind, address, shared=self._access.shared), Listener.close
             )
@@ -258,7 +258,7 @@ class open_exporter:
 
     async def _undo(self, exporter: Exporter, *, graceful: bool) -> None:
         assert self._listener is not None
-        await asyncio.to_thread(self._listener.close)
+        await in_thread(self._listener.close)
         await exporter._elastic.close()
         if graceful:
             await exporter._connections.finish()
@@ -268,10 +268,10 @@ class open_exporter:
         await exporter._draining.close()
         exporter._ended = True
         try:
-            await asyncio.to_thread(exporter._region.close)
+            await in_thread(exporter._region.close)
         finally:
             if self._timeline is not None:
-                await asyncio.to_thread(write, self._timeline)
+                await in_thread(write, self._timeline)
 
 
 def _seconds(value: object, what: str) -> float:
