@@ -9,6 +9,7 @@ import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -256,6 +257,28 @@ async def test_stop_makes_no_file_call_and_close_may_run_elsewhere(
         monkeypatch.undo()
         await asyncio.to_thread(opened.listener.close)
         Listener.bind(address).close()
+
+
+def test_a_node_that_cannot_be_removed_stays_and_everything_else_is_closed(
+    address: Address, short_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its folder is a file by now; the same goes for one that is closed to this user.
+
+    Kills: a close that raises half-way, and with it an exporter whose memory and sockets stay.
+    """
+    before = open_fds()
+    bound = Listener.bind(address)
+    aside = short_folder.with_name(short_folder.name + "-aside")
+    short_folder.rename(aside)
+    short_folder.touch()
+    try:
+        bound.close()
+    finally:
+        short_folder.unlink()
+        aside.rename(short_folder)
+    assert open_fds() == before
+    assert "stays behind" in caplog.text
+    Listener.bind(address).close()  # and is taken over, as that of a dead exporter
 
 
 def test_unexpected_refusals_of_the_kernel_are_ours() -> None:

@@ -135,6 +135,17 @@ async def test_any_rejection_is_a_typed_error(
     assert type(caught.value) is kind
 
 
+@pytest.mark.parametrize(("numbers", "uid"), [([0], 0), ([1000], 1000), ([-1], -1), ([], -1)])
+async def test_a_refused_user_is_named(fake: RawExporter, numbers: list[int], uid: int) -> None:
+    """Kills: root taken for nobody."""
+    task = connecting(fake)
+    with await fake.accept() as end:
+        await end.send(wire.encode_greeting(wire.Rejected("access_denied", "no", numbers)))
+        with pytest.raises(asyncvmm.AccessDeniedError) as caught:
+            await task
+    assert caught.value.uid == uid
+
+
 def region(**fields: Any) -> RegionInfo:
     return msgspec.structs.replace(REGION, **fields)
 

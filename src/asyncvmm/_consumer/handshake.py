@@ -162,7 +162,8 @@ def raise_rejection(message: wire.Rejected) -> NoReturn:
     if message.reason == "rank" and len(numbers) == 2:
         raise RankError(message.text, rank=numbers[0], consumer_count=numbers[1])
     if message.reason == "access_denied":
-        raise AccessDeniedError(message.text, uid=numbers[0] or -1 if numbers else -1)
+        uid = numbers[0] if numbers else None
+        raise AccessDeniedError(message.text, uid=-1 if uid is None else uid)
     if message.reason == "version" and len(message.numbers) == 1:
         raise VersionMismatchError(wire.VERSION, message.numbers[0])
     raise HandshakeError(message.text, reason=message.reason)

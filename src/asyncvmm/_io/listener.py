@@ -87,9 +87,13 @@ class Listener:
         path = self.address.sockaddr
         # While the socket still listens nobody else takes the name, so nothing comes between
         # the look and the unlink.  A forked child must leave its parent's node alone.
-        if node is not None and os.getpid() == self._made_in and node_at(path) == node:
-            os.unlink(path)
-        self._sock.close()
+        try:
+            if node is not None and os.getpid() == self._made_in and node_at(path) == node:
+                os.unlink(path)
+        except OSError as error:  # the folder may be another by now, or closed to this user
+            _logger.warning("the name %s stays behind: %s", self.address.display, str(error))
+        finally:
+            self._sock.close()
 
     def _accept(self) -> None:
         try:
