@@ -15,6 +15,7 @@ from asyncvmm._errors import AsyncVMMError as AsyncVMMError
 from asyncvmm._errors import AttentionGroupError as AttentionGroupError
 from asyncvmm._errors import BackendError as BackendError
 from asyncvmm._errors import ClosedError as ClosedError
+from asyncvmm._errors import CopyError as CopyError
 from asyncvmm._errors import DeliveryError as DeliveryError
 from asyncvmm._errors import DescriptorLimitError as DescriptorLimitError
 from asyncvmm._errors import EndOfStream as EndOfStream
@@ -82,6 +83,7 @@ __all__ = [
     "Consumer",
     "ConsumerState",
     "ConsumerStatistics",
+    "CopyError",
     "DeliveryError",
     "DescriptorLimitError",
     "EndOfStream",

@@ -32,6 +32,7 @@
         PackedReleaseError  (RuntimeError)     one member cannot be released alone
       DescriptorLimitError                 the open-file limit cut a descriptor   .limit .used
       ForkError                            used in a process it was not made in   .made_in .used_in
+      CopyError            (TypeError)     one of a kind was to be copied or pickled        .kind
       BackendError                         memory or driver failed                .call .code
         PoolMemoryError                    it is not there       .asked .available .where
 
@@ -248,6 +249,17 @@ class ForkError(AsyncVMMError):
         )
         self.made_in = made_in
         self.used_in = used_in
+
+
+class CopyError(AsyncVMMError, TypeError):
+    """Something that stands for memory or sockets was to be copied or pickled.
+
+    ``kind`` is the name of its type.
+    """
+
+    def __init__(self, kind: str, instead: str) -> None:
+        super().__init__(f"there is one of each {kind}, so it is not copied or pickled; {instead}")
+        self.kind = kind
 
 
 class BackendError(AsyncVMMError):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol, Self, TypeVar
+from typing import ClassVar, NoReturn, Protocol, Self, TypeVar
+
+from asyncvmm._errors import CopyError
 
 
 class Closable(Protocol):
@@ -38,7 +40,19 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-class OwnedFd:
+class Single:
+    """One of a kind: a copy, even half of one, would give back what the original still has."""
+
+    __slots__ = ()
+
+    _instead: ClassVar[str] = "hand on a reference to it, within this process"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: ``copy``, ``deepcopy`` and ``pickle`` all begin here."""
+        raise CopyError(type(self).__name__, self._instead)
+
+
+class OwnedFd(Single):
     """One file descriptor with one owner."""
 
     __slots__ = ("__weakref__", "_fd")

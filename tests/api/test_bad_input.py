@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import gc
 import math
 import os
+import pickle
 import re
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -568,6 +572,39 @@ async def test_a_secret_must_be_the_same_on_both_ends() -> None:
             async with asyncvmm.connect("@secret", device="cpu", rank=0, secret=right):
                 await exporter.wait_attached(1)
             await until(lambda: not exporter.statistics().consumers)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+async def test_what_gives_something_back_is_neither_copied_nor_pickled(
+    way: Callable[[object], object],
+) -> None:
+    """Kills: half a copy of a consumer, or of an exporter, whose end unmaps the pool and closes
+    descriptors; a second owner that gives back what the first still has."""
+
+    def held() -> tuple[int, int]:
+        mapped = Path("/proc/self/maps").read_text().count("asyncvmm-pool")
+        return mapped, len(os.listdir("/proc/self/fd"))
+
+    async with open_pair() as pair:
+        ack = await pair.exporter.send(ONE)
+        batch = await pair.consumer.receive()
+        (owner,) = batch
+        view = owner["x"]
+        before = held()
+        for thing in (owner, [batch, owner], pair.consumer, pair.exporter, {"one": pair}):
+            if way is copy.copy and isinstance(thing, list | dict):
+                continue
+            with pytest.raises(asyncvmm.CopyError) as caught:
+                way(thing)
+            if isinstance(thing, list):
+                assert "clone()" in str(caught.value)
+        gc.collect()
+        assert held() == before
+        assert not owner.released
+        assert torch.equal(view, ONE["x"])
+        del view
+        owner.release()
+        await ack
 
 
 async def test_another_user_is_refused_by_the_kernels_word(peers: Peers) -> None:

@@ -17,6 +17,7 @@ from asyncvmm._backends.contexts import PrimaryContext, Teardown, Undo
 from asyncvmm._backends.driver_memory import Allocation
 from asyncvmm._backends.events import Event
 from asyncvmm._errors import BackendError
+from asyncvmm._fds import Single
 from asyncvmm._types import SegmentInfo
 
 logger = logging.getLogger("asyncvmm.backends")
@@ -33,7 +34,7 @@ class Keepalive:
     __slots__ = ("__weakref__",)
 
 
-class DeviceRange:
+class DeviceRange(Single):
     """A reserved address range of ``nbytes``, on behalf of GPU ``context.device``."""
 
     def __init__(self, context: PrimaryContext, address: int, nbytes: int) -> None:

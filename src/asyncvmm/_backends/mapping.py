@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from asyncvmm._errors import BackendError
+from asyncvmm._fds import Single
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,7 +77,7 @@ _ADVICE = {
 }
 
 
-class Mapping:
+class Mapping(Single):
     """One reserved address range of ``nbytes``; it is unmapped when its last holder lets go.
 
     The pages of a segment are placed into the range and taken out again; in between, touching an

@@ -33,7 +33,7 @@ from asyncvmm._errors import (
     PeerLostError,
     WouldBlock,
 )
-from asyncvmm._fds import OwnedFd, close_after_fork
+from asyncvmm._fds import OwnedFd, Single, close_after_fork
 from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch
 from asyncvmm._io.turn import Turn
@@ -49,7 +49,7 @@ GOODBYE_SECONDS = 2.0
 """How long a leaving consumer waits for the exporter's goodbye, and then for it to hang up."""
 
 
-class Consumer(Redeeming, ObjectReceiveStream[Batch]):
+class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
     """A stream of batches; open one with ``connect``.
 
     Iterate over it, or call :meth:`receive`.  It is an anyio ``ObjectReceiveStream``.  Several

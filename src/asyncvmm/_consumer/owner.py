@@ -9,13 +9,14 @@ import msgspec
 
 from asyncvmm._consumer.lease import Lease
 from asyncvmm._errors import ReleasedError, RemoteProtocolError
+from asyncvmm._fds import Single
 from asyncvmm._types import Key
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Tensor
 
 
-class Owner:
+class Owner(Single):
     """A chunk with its features: the unit of release.
 
     ``owner["name"]`` is a read-only zero-copy ``torch.Tensor``, ordered after the producer's work
@@ -28,6 +29,8 @@ class Owner:
     """
 
     __slots__ = ("_lease",)
+
+    _instead = "owner.clone() makes tensors that can be"
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease

@@ -25,7 +25,7 @@ from asyncvmm._errors import (
     RankError,
     WouldBlock,
 )
-from asyncvmm._fds import close_after_fork
+from asyncvmm._fds import Single, close_after_fork
 
 logger = logging.getLogger("asyncvmm.consumer")
 
@@ -38,7 +38,7 @@ SEAT_SECONDS = 5.0
 have seen yet that we are gone."""
 
 
-class ReconnectingConsumer(Onward, ObjectReceiveStream[Batch]):
+class ReconnectingConsumer(Single, Onward, ObjectReceiveStream[Batch]):
     """A stream of batches from one exporter after another; ``connect(..., reconnect=True)``.
 
     It has the methods of :class:`Consumer`, and they mean the same while an exporter is there.

@@ -24,7 +24,7 @@ from asyncvmm._exporter.fencing import Fencing
 from asyncvmm._exporter.reporting import Counters
 from asyncvmm._exporter.room import Room
 from asyncvmm._exporter.terms import PLAIN, Terms, make_terms
-from asyncvmm._fds import close_after_fork
+from asyncvmm._fds import Single, close_after_fork
 from asyncvmm._io.turn import Turn
 from asyncvmm._logs import Once, kind_of
 from asyncvmm._tensors import DevicePort
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Layout, Plan, Tensor
 
 
-class Lending:
+class Lending(Single):
     """Joins the core with the pool, the sockets and torch; see :class:`asyncvmm.Exporter`."""
 
     def __init__(
