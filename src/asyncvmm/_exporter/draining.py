@@ -10,8 +10,9 @@ A fence is asked at once, then for a moment in the turns of the loop, then by th
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TypeAlias, cast
@@ -37,8 +38,8 @@ _Token: TypeAlias = tuple[Record, Lane, Fence]
 class Draining:
     """Waits for fences without blocking the loop, and says when a record is free.
 
-    ``freed`` is called once per record, unless a fence can no longer be asked; ``left`` for each
-    peer that came no more, once nothing that it read is waited for.
+    ``freed`` is told of each record once, of many at a time, unless a fence can no longer be asked;
+    ``left`` of each peer that came no more, once nothing that it read is waited for.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Draining:
         region: ExporterRegion,
         fencing: Fencing,
         core: ExporterCore,
-        freed: Callable[[Record], None],
+        freed: Callable[[Sequence[Record]], None],
         left: Callable[[int], None],
     ) -> None:
         self.copying: dict[int, asyncio.Future[None]] = {}  # slot -> copy in a worker thread
@@ -75,15 +76,13 @@ class Draining:
         """
         if self.copying:
             records = [record for record in records if not self._still_copied(record)]
-        found = [(record, self._fencing.of(record)) for record in records]
-        done = self._newest_done(found)
-        for record, fences in found:
-            for lane in done:
-                fences.pop(lane, None)
-            if fences:
-                self._wait(record, fences)
-            else:
-                self._free(record)
+        lanes_of = self._fencing.lanes
+        found = [(record, lanes_of(record)) for record in records]
+        newest = {lane: record for record, lanes in found for lane in lanes}
+        done = self._newest_done(newest)
+        if len(done) < len(newest):
+            records = [record for record, lanes in found if not self._waits(record, lanes, done)]
+        self._free(records)
 
     def _still_copied(self, record: Record) -> bool:
         """Say whether it was given up while its copy runs: the copy's end is the fence then."""
@@ -97,24 +96,35 @@ class Draining:
         self.copying.pop(record.slot, None)
         self.begin((record,))
 
-    def _newest_done(self, found: list[tuple[Record, dict[Lane, Fence]]]) -> list[Lane]:
+    def _newest_done(self, newest: dict[Lane, Record]) -> set[Lane]:
         """Return the lanes whose newest fence is done: it stands for all of the lane."""
-        newest: dict[Lane, Fence] = {}
-        for _, fences in found:
-            newest.update(fences)
-        if self._lanes:
-            for lane in self._lanes.keys() & newest.keys():
-                del newest[lane]
-        if not newest:
-            return []
-        answers = self._fencing.ask(list(newest.values()))
-        return [lane for lane, done in zip(newest, answers, strict=True) if done]
+        done: set[Lane] = set()
+        asked: dict[Lane, Fence] = {}
+        for lane, record in newest.items():
+            if lane in self._lanes:
+                continue
+            fence = self._fencing.fence(lane, record)
+            if fence is None:
+                done.add(lane)
+            else:
+                asked[lane] = fence
+        if asked:
+            answers = self._fencing.ask([*asked.values()])
+            done.update(itertools.compress(asked, answers))
+        return done
 
     def pending(self, record: Record) -> set[int]:
         """Return the peers whose fences a draining record waits for; READY stands for ours."""
         return {peer for peer, _ in self._open.get(record, ())}
 
-    def _wait(self, record: Record, fences: dict[Lane, Fence]) -> None:
+    def _waits(self, record: Record, lanes: Sequence[Lane], done: Container[Lane]) -> bool:
+        """Have what is not done watched; say whether there is anything."""
+        fences = {}
+        for lane in lanes:
+            if lane not in done and (fence := self._fencing.fence(lane, record)) is not None:
+                fences[lane] = fence
+        if not fences:
+            return False
         self._open[record] = set(fences)
         for lane, fence in fences.items():
             self._lanes[lane] = self._lanes.get(lane, 0) + 1
@@ -122,6 +132,7 @@ class Draining:
             # is told of them.
             watch = self._later if lane in self._watched else self._soon.watch
             watch(lane, fence, (record, lane, fence))
+        return True
 
     def _later(self, lane: Hashable, fence: Fence, token: object) -> None:
         self._watched[cast("Lane", lane)] = self._watched.get(cast("Lane", lane), 0) + 1
@@ -198,13 +209,16 @@ class Draining:
             self._broken.discard(record)
             self._core.fence_failed(record)
         else:
-            self._free(record)
+            self._free((record,))
 
-    def _free(self, record: Record) -> None:
-        """Say that a record is free; it may be the last that somebody who left has read."""
+    def _free(self, records: Sequence[Record]) -> None:
+        """Say that records are free; they may be the last that somebody who left has read."""
         leaving = self._leaving
-        last = bool(leaving) and any(peer in leaving for peer, _ in record.released_by)
-        self._freed(record)
+        last = bool(leaving) and any(
+            peer in leaving for record in records for peer, _ in record.released_by
+        )
+        if records:
+            self._freed(records)
         if last:
             self._forget_idle()
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from asyncvmm._backends.base import ExporterRegion, Fence
 from asyncvmm._core.ledger import Record
-from asyncvmm._errors import BackendError, RemoteProtocolError
+from asyncvmm._errors import BackendError
 from asyncvmm._exporter.late import LateFence
 from asyncvmm._logs import Once, kind_of
 
@@ -35,6 +35,7 @@ class Fencing:
         self._once = Once(logger)
         self._written: dict[int, int] = {}  # slot -> the stream that wrote it last
         self._streams: set[int] = set()  # every stream that ever wrote
+        self._given: set[tuple[int, int]] = set()  # (peer, slot) of the events that peers gave
         self._late: dict[tuple[int, int], LateFence] = {}  # by (peer, slot); READY for ours
 
     def prepare(self, slot: int) -> None:
@@ -89,32 +90,43 @@ class Fencing:
                 return self._region.release_fence(peer, slot)
 
             self._late[peer, slot] = LateFence(opened)
+        self._given.add((peer, slot))
 
-    def of(self, record: Record) -> dict[Lane, Fence]:
-        """Return what has to be done before the record's bytes are nobody's."""
-        fences: dict[Lane, Fence] = {}
-        for lane_of in record.released_by:
-            if lane_of[1]:
-                fence = self._release_fence(lane_of[0], record.slot)
-                if fence is not None:
-                    fences[lane_of] = fence
-        if not fences or len(self._streams) > 1:
-            ready = self._late_fence(READY, record.slot) if self._late else None
-            ready = ready or self._region.ready_fence(record.slot)
-            if ready is not None:
-                fences[READY, self._written.get(record.slot, 0)] = ready
-        return fences
+    def lanes(self, record: Record) -> Sequence[Lane]:
+        """Return the lanes in which something has to be done before the bytes are nobody's."""
+        slot, given, lanes = record.slot, self._given, record.released_by
+        for peer, lane in lanes:
+            if not lane or (peer, slot) not in given:
+                lanes = self._with_events(slot, lanes)
+                break
+        if not lanes or len(self._streams) > 1:
+            late = self._late_fence(READY, slot) if self._late else None
+            if late or self._region.ready_fence(slot) is not None:
+                return (*lanes, (READY, self._written.get(slot, 0)))
+        return lanes
 
-    def _release_fence(self, peer: int, slot: int) -> Fence | None:
+    def _with_events(self, slot: int, lanes: tuple[Lane, ...]) -> tuple[Lane, ...]:
+        """Leave out the releases of those who read nothing, and of those who gave no event."""
+        found = []
+        for peer, lane in lanes:
+            if (peer, slot) in self._given:
+                found += [(peer, lane)] if lane else []
+            elif lane:
+                # It says that it read on a stream: its reads are its risk.
+                self._once.warning(
+                    peer, "consumer %d broke the rules: no event came for slot %d", peer, slot
+                )
+        return tuple(found)
+
+    def fence(self, lane: Lane, record: Record) -> Fence | None:
+        """Return what a record waits for in one of its lanes; None if that is surely done."""
+        peer, slot = lane[0], record.slot
         late = self._late_fence(peer, slot) if self._late else None
         if late is not None:
             return late
-        try:
-            return self._region.release_fence(peer, slot)
-        except RemoteProtocolError as error:
-            # It says that it read on a stream and never gave the event: its reads are its risk.
-            self._once.warning(peer, "consumer %d broke the rules: %s", peer, error)
-            return None
+        if peer == READY:
+            return self._region.ready_fence(slot)
+        return self._region.release_fence(peer, slot)
 
     def _late_fence(self, peer: int, slot: int) -> Fence | None:
         late = self._late.get((peer, slot))
@@ -133,6 +145,7 @@ class Fencing:
 
     def forget(self, peer: int) -> None:
         """Give back the events of a peer that comes no more."""
+        self._given = {event for event in self._given if event[0] != peer}
         for key in [key for key in self._late if key[0] == peer]:
             self._late.pop(key).give_up()
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -236,26 +237,26 @@ class Lending(Single):
                 self._counters.let_go(draining)
                 self._draining.begin(draining)
             else:
-                for record in draining:
-                    self._freed(record)
+                self._freed(draining)
 
-    def _freed(self, record: Record) -> None:
+    def _freed(self, records: Sequence[Record]) -> None:
         """Every fence is done: the bytes are nobody's now."""
-        if self._debug:
-            self._poison(record)
-        self._core.drained(record)
-        ack = record.acknowledgement
-        # Whoever keeps the acknowledgement keeps the outcome, not the packet; and no circle is
-        # left for the garbage collector.
-        record.acknowledgement = record.batch = None
-        if isinstance(ack, Acknowledgement):
-            counters = self._counters
-            counters.acknowledged += 1
-            counters.handoff.add(monotonic() - record.stamp)
-            if record.refused or record.lost:
-                counters.refused += len(record.refused)
-                counters.lost += len(record.lost)
-            ack._settle(record)
+        drained, counters, now = self._core.drained, self._counters, monotonic()
+        for record in records:
+            if self._debug:
+                self._poison(record)
+            drained(record)
+            ack = record.acknowledgement
+            # Whoever keeps the acknowledgement keeps the outcome, not the packet; and no circle
+            # is left for the garbage collector.
+            record.acknowledgement = record.batch = None
+            if isinstance(ack, Acknowledgement):
+                counters.acknowledged += 1
+                counters.handoff.add(now - record.stamp)
+                if record.refused or record.lost:
+                    counters.refused += len(record.refused)
+                    counters.lost += len(record.lost)
+                ack._settle(record)
         if self._queue:
             self._room.wake()
         if self._idle and not any(r.published for r in self._core.records.values()):

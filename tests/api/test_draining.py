@@ -1,0 +1,116 @@
+"""What has to be done before an owner's memory is back, and who is asked for it (inv. 4)."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from asyncvmm._core import wire
+from asyncvmm.testing import FakeDevice, FakePort, Pair, open_pair
+from tests.api.books import check_all_back, passes, until
+
+ONE = {"x": torch.ones(3)}
+
+
+async def hand_over(pair: Pair, *, read: bool = True) -> None:
+    """Send an owner; have it read, or not, and released."""
+    await pair.exporter.send(ONE, require="none")
+    with await pair.consumer.receive() as batch:
+        if read:
+            batch[0]["x"]
+
+
+def draining(pair: Pair) -> int:
+    return pair.exporter.statistics().slots.draining
+
+
+async def test_who_read_nothing_does_not_answer_for_the_copy() -> None:
+    """The slot's event is known from an earlier use, and done.
+
+    Kills: the event of an earlier use asked for a release that has none, while the exporter's own
+    copy is under way.
+    """
+    device = FakeDevice()
+    async with open_pair(slots=1, port=FakePort(device)) as pair:
+        await hand_over(pair)
+        await pair.exporter.drain()
+        device.hold_ready = True
+        await hand_over(pair, read=False)
+        await until(lambda: draining(pair) == 1)
+        await passes(10)
+        assert draining(pair) == 1
+        device.finish()
+        await pair.exporter.drain()
+        check_all_back(pair.exporter)
+
+
+async def test_copies_on_two_streams_are_waited_for_themselves() -> None:
+    """Kills: a release that stands for the copy where nothing keeps the next copy behind it."""
+    device = FakeDevice(hold_ready=True)
+    async with open_pair(slots=1, port=FakePort(device)) as pair:
+        await hand_over(pair)
+        await pair.exporter.drain()  # on one stream, the release stands for the copy
+        device.stream += 1
+        await hand_over(pair)
+        await until(lambda: draining(pair) == 1)
+        await passes(10)
+        assert draining(pair) == 1
+        device.finish()
+        await pair.exporter.drain()
+        check_all_back(pair.exporter)
+
+
+async def test_one_owner_of_a_packet_that_is_not_done_keeps_no_other() -> None:
+    """Two streams of one consumer, released in one turn.  Kills: a packet that is freed, or waited
+    for, as a whole."""
+    device = FakeDevice()
+    async with open_pair(slots=2, port=FakePort(device)) as pair:
+        for _ in range(2):
+            await pair.exporter.send(ONE, require="none")
+        for held in (True, False):
+            device.hold_release = held
+            device.stream += 1
+            with await pair.consumer.receive() as batch:
+                batch[0]["x"]
+        del batch
+        await until(lambda: pair.exporter.statistics().slots.free == 1)
+        await passes(10)
+        assert draining(pair) == 1
+        device.finish()
+        await pair.exporter.drain()
+        check_all_back(pair.exporter)
+
+
+async def test_an_event_that_never_came_stands_for_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A consumer says that it read two owners on one stream, and gave the event of one only.
+
+    Kills: the newest event of a lane taken for the end of a copy that nothing was recorded behind;
+    a slot that drains for ever, or an error on the loop, for a consumer that breaks the rules.
+    """
+    device = FakeDevice(hold_ready=True)
+    async with open_pair(slots=2, port=FakePort(device)) as pair:
+        exporter = pair.exporter
+        await hand_over(pair)
+        await exporter.drain()
+        for _ in range(2):
+            await exporter.send(ONE, require="none")
+        known, other = sorted(exporter._core.records.values(), key=lambda r: -r.generation)
+        (peer,) = exporter._core.peers
+        with caplog.at_level(logging.WARNING, "asyncvmm.exporter"):
+            exporter._core.receive(
+                peer, [wire.Release(r.slot, r.generation, b"", 1) for r in (other, known)]
+            )
+            exporter._told()
+            await until(lambda: exporter.statistics().slots.free == 1)
+            await passes(10)
+        assert draining(pair) == 1
+        assert f"no event came for slot {other.slot}" in caplog.text
+        device.finish()
+        await exporter.drain()
+        check_all_back(exporter)
+        for _ in range(2):
+            (await pair.consumer.receive()).release()
