@@ -405,6 +405,23 @@ def test_another_current_device_does_not_matter(peer_on: Callable[[int], Peer]) 
         exporter.close()
 
 
+def test_an_event_is_not_recorded_on_another_gpus_default_stream() -> None:
+    """The driver itself refuses it, which a record relies on (field report 43)."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices, and torch sees one")
+    streams = (0, 1, 2)  # the default stream, and its aliases by name
+    exporter = CudaExporterRegion.create(1, 2 * MIB, 2 * MIB, len(streams))
+    event = events.Event.create(exporter._range.context)
+    with torch.cuda.device(0):
+        for stream in streams:
+            with pytest.raises(BackendError) as caught:
+                driver.event_record(event._handle, stream)
+            assert caught.value.code in events._CONTEXT_CODES
+            exporter.record_ready(stream, stream)
+    event.destroy()
+    exporter.close()
+
+
 def compute_processes() -> set[tuple[int, str]]:
     """Return (pid, GPU UUID) of every process with a context, as nvidia-smi sees it."""
     found = subprocess.run(

@@ -109,13 +109,10 @@ class Event:
         """Record it on ``stream``, after what was queued there: one driver call."""
         with self._lock:
             event = self._handle or self._alive()
-            if stream < _FIRST_REAL_STREAM and not self._context.is_current():
-                self._context.pushed_for(driver.event_record, event, stream)
-            else:
-                try:
-                    driver.event_record(event, stream)
-                except BackendError as error:
-                    self._again(error, driver.event_record, event, stream)
+            try:
+                driver.event_record(event, stream)
+            except BackendError as error:
+                self._again(error, driver.event_record, event, stream)
             self.recorded = True
 
     def wait(self, stream: int) -> None:
@@ -148,7 +145,9 @@ class Event:
 
     # Events and real streams know their context, so nothing is pushed for them unless the driver
     # asks for it.  The default stream is a different one in each context and must never be that
-    # of another GPU, so there the current context is looked at first (field report 43).
+    # of another GPU (field report 43).  The driver refuses to record an event of one context on a
+    # stream of another, but any stream may wait for any event: so before a wait the current
+    # context is looked at.
 
     def _again(
         self, error: BackendError, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
