@@ -177,7 +177,6 @@ async def test_a_closed_loop_costs_one_send_and_one_receive_per_side(
             assert polls["poll"] <= 3 * MANY + 3
 
 
-@pytest.mark.usefixtures("still_clock")
 async def test_what_is_sent_or_released_in_one_turn_travels_together() -> None:
     """Eight owners are two packets, and their eight releases one.
 

@@ -13,7 +13,6 @@ import uuid
 from collections import Counter
 from typing import Any
 
-import pytest
 import torch
 
 import asyncvmm
@@ -130,7 +129,6 @@ async def test_a_closed_loop_is_one_send_and_one_receive_on_each_side(peers: Pee
     assert turns <= 3 * ROUNDS
 
 
-@pytest.mark.usefixtures("still_clock")
 async def test_with_many_in_flight_packets_are_shared(peers: Peers) -> None:
     """Kills: a packet for each owner, or for each release, although many leave in one turn."""
     exporter, consumer, _ = await counts_of(peers, pipelined=True)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 
 import asyncvmm
-from asyncvmm._consumer import consumer
-from asyncvmm._exporter import lending
-from asyncvmm._io.turn import LEAST, MOST, SECONDS
+from asyncvmm._io.turn import MOST
 from asyncvmm.testing import Pair, open_pair
 from tests.api.books import check_all_back, until
 
 ONE = {"x": torch.ones(3)}
 TEN = {f"{n}": torch.ones(3) for n in range(10)}
-MANY = 4 * MOST
+MANY = 64
 
 
 class Turns:
@@ -40,19 +37,9 @@ class Turns:
         return self.count
 
 
-@pytest.fixture(params=[0.0, 2 * SECONDS], ids=["clock stands", "clock runs"])
-def features_in_a_turn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Set a clock that takes this step at every look; return what a task may do in one turn."""
-    step: float = request.param
-    ticks = itertools.count()
-    for module in (lending, consumer):
-        monkeypatch.setattr(module, "monotonic", lambda: next(ticks) * step)
-    return LEAST if step else MOST
-
-
-def in_a_turn(owner: dict[str, torch.Tensor], features: int) -> int:
-    """Return how many such owners a task may hand over in one turn: time begins with the first."""
-    return max(2, -(-features // len(owner)))
+def in_a_turn(owner: dict[str, torch.Tensor]) -> int:
+    """Return how many such owners a task may hand over in one turn."""
+    return -(-MOST // len(owner))
 
 
 async def send(pair: Pair) -> None:
@@ -71,15 +58,14 @@ async def reserve(pair: Pair) -> None:
 
 @pytest.mark.parametrize("hand_over", [send, send_ten, reserve])
 async def test_a_producer_that_never_waits_leaves_turns(
-    hand_over: Callable[[Pair], object], features_in_a_turn: int
+    hand_over: Callable[[Pair], object],
 ) -> None:
     """Kills: sends that return at once for as long as there is room."""
-    owner = TEN if hand_over is send_ten else ONE
     async with open_pair(slots=2 * MANY, prefetch=MANY) as pair:
         turns = Turns()
         for _ in range(MANY):
             await hand_over(pair)  # type: ignore[misc]  # both are coroutine functions
-        assert turns.stop() >= MANY // in_a_turn(owner, features_in_a_turn) - 1
+        assert turns.stop() >= MANY // in_a_turn(TEN if hand_over is send_ten else ONE) - 1
         for _ in range(MANY):
             (await pair.consumer.receive()).release()
         await pair.exporter.drain()
@@ -87,9 +73,7 @@ async def test_a_producer_that_never_waits_leaves_turns(
 
 
 @pytest.mark.parametrize("owner", [ONE, TEN], ids=["of one", "of ten"])
-async def test_a_consumer_that_never_waits_leaves_turns(
-    owner: dict[str, torch.Tensor], features_in_a_turn: int
-) -> None:
+async def test_a_consumer_that_never_waits_leaves_turns(owner: dict[str, torch.Tensor]) -> None:
     """Kills: receiving for as long as there is something in the inbox, or by owners alone."""
     async with open_pair(slots=2 * MANY, prefetch=MANY) as pair:
         for _ in range(MANY):
@@ -98,7 +82,7 @@ async def test_a_consumer_that_never_waits_leaves_turns(
         turns = Turns()
         for _ in range(MANY):
             (await pair.consumer.receive()).release()
-        assert turns.stop() >= MANY // in_a_turn(owner, features_in_a_turn) - 1
+        assert turns.stop() >= MANY // in_a_turn(owner) - 1
         await pair.exporter.drain()
         check_all_back(pair.exporter)
 

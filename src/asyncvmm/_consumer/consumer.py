@@ -7,7 +7,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from anyio.abc import ObjectReceiveStream
@@ -99,6 +98,8 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
         if self._turn.over:
             # Who receives in a loop and never has to wait would keep the event loop.
             self._turn.begin()
+            if self._core.inbox:
+                self._link.linger()
             await asyncio.sleep(0)
         while True:
             if (batch := self._next()) is not None:
@@ -131,9 +132,8 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
             if core.outgoing:
                 self._pump()
                 self._link.flush()  # told before it is begun: nobody else may begin it
-            now = monotonic()
             for frame in frames:
-                self._turn.count(len(frame.features), now)
+                self._turn.count(len(frame.features))
             return Batch(self._leases.lease(frames))
         if self._closed:
             raise ClosedError("this consumer was closed")
@@ -244,7 +244,7 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
             for data in outgoing:
                 post(data)
             outgoing.clear()
-            if not core.held:
+            if not core.held and not self._link.due.lingers:
                 self._link.flush()  # nothing more can join it, and somebody may wait for it
         if core.state is not PeerState.OPEN and not core.inbox and not self._leases.live:
             if core.state is PeerState.CLOSED and self._attached and not core.resumable:

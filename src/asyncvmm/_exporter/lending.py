@@ -66,8 +66,7 @@ class Lending(Single):
         self._next_key = 0
         self._turn = Turn()
         self._made_in = os.getpid()
-        self._forked = False
-        self._closing = False
+        self._forked = self._closing = False
         self._hung_up = False  # nobody can let go of anything any more
         self._ended = False  # the memory was given back
         self._idle: list[asyncio.Future[None]] = []
@@ -105,6 +104,8 @@ class Lending(Single):
     async def _breathe(self) -> None:
         """Let the loop turn: who sends in a loop and never has to wait would keep it."""
         self._turn.begin()
+        for connection in self._connections.open.values():
+            connection.link.linger()
         await asyncio.sleep(0)
         self._guard()
 
@@ -183,8 +184,8 @@ class Lending(Single):
             record, key, layout.features, terms.metadata, terms.to, ready, terms.proof
         )
         ack = record.acknowledgement = Acknowledgement(key, terms.require)
-        now = record.stamp = monotonic()
-        self._turn.count(len(layout.features), now)
+        record.stamp = monotonic()
+        self._turn.count(len(layout.features))
         self._counters.published += 1
         self._pump()
         return ack

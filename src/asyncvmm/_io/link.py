@@ -7,7 +7,7 @@ The rules of this module:
   take now stays encoded and leaves first once it does.
 * A descriptor is owned from the first instant until it is sent, taken or closed (inv. 12).
 * A broken connection is read to its end before ``on_end`` is told: the kernel reports a reset
-  ahead of the packets that arrived before it, and those are the peer's last words.
+  ahead of the peer's last words.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 from asyncvmm._errors import LocalProtocolError, PeerLostError, ProtocolError
 from asyncvmm._fds import OwnedFd, close_after_fork
+from asyncvmm._io.due import Due
 from asyncvmm._io.outbox import BATCH_BYTES, BATCH_MESSAGES, Outbox, too_many
 from asyncvmm._io.packets import PACKET_LIMIT, close_all, receive, send, socket_error
 
@@ -40,7 +41,7 @@ class Link:
     __slots__ = (
         "_accept_fds", "_accepting", "_blocked", "_buffer", "_closed", "_eof", "_fd", "_finished",
         "_hung_up", "_loop", "_lost", "_on_end", "_on_packet", "_outbox", "_pending_bytes",
-        "_queue_limit", "_scheduled", "_sock", "_telling",
+        "_queue_limit", "_sock", "_telling", "due",
     )  # fmt: skip
 
     def __init__(
@@ -66,12 +67,10 @@ class Link:
         self._buffer = memoryview(bytearray(PACKET_LIMIT + 1))
         self._outbox = Outbox(frame)
         self._pending_bytes = 0  # posted since the last flush
-        self._scheduled = False  # a flush is due in this loop turn
+        self.due = Due(loop, self.flush)
         self._blocked = False  # the kernel took no more; the writer callback is registered
         self._accepting = True  # post() still means something
-        self._eof = False  # the peer has no more to say
-        self._hung_up = False
-        self._closed = False
+        self._eof = self._hung_up = self._closed = False
         self._lost: PeerLostError | None = None  # reading on for the last words
         self._finished: asyncio.Future[None] | None = None
         self._telling: asyncio.Handle | None = None
@@ -83,7 +82,7 @@ class Link:
 
     @property
     def closed(self) -> bool:
-        """True once the socket is closed or given away."""
+        """Whether the socket is closed or given away."""
         return self._closed
 
     def start(self) -> None:
@@ -95,11 +94,10 @@ class Link:
         self._loop.remove_reader(self._fd)
 
     def post(self, message: bytes, fds: Sequence[OwnedFd] = ()) -> None:
-        """Queue one message, with its descriptors if it has any.
+        """Queue one message, with its descriptors if it has any; after the end, drop it.
 
         Messages posted in one loop turn leave as one packet; one with descriptors makes its
-        own.  Descriptors are closed here once sent, or when the link ends.  After the end
-        nothing is sent any more: ``on_end`` has told, or will.
+        own.  Descriptors are closed here once sent, or when the link ends.
         """
         if not self._accepting:
             close_all(fds)
@@ -113,13 +111,19 @@ class Link:
         self._pending_bytes += len(message)
         if len(queue) >= BATCH_MESSAGES or self._pending_bytes >= BATCH_BYTES:
             self._pump()
-        elif not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self.flush)
+        elif not self.due.scheduled:
+            self.due.soon()
+
+    def linger(self) -> None:
+        """Let what is queued leave one turn later, once a packet: more is about to be posted.
+
+        So others get a turn in the middle of a packet, and packets do not become small for it.
+        """
+        if self._outbox.queue:
+            self.due.linger()
 
     def flush(self) -> None:
-        """Send what is queued, as far as the kernel takes it; the rest leaves when it can."""
-        self._scheduled = False
+        """Send what is queued, as far as the kernel takes it now."""
         if not self._blocked and not self._closed:
             self._pump()
 
@@ -200,21 +204,18 @@ class Link:
             view.release()  # a late reader gets an error, not the next packet
         except ProtocolError as error:
             self._end(error)
-        except Exception as error:
-            # A packet handled by half leaves the two ends with different books.
+        except Exception as error:  # handled by half: the two ends have different books
             broken = LocalProtocolError(f"a packet of {len(view):,} bytes met a bug: {error!r}")
             broken.__cause__ = error
             self._end(broken)
 
     def _on_eof(self) -> None:
-        # The peer has no more to say but may still listen: it gets what is queued.
-        self._eof = True
+        self._eof = True  # it may still listen: it gets what is queued
         self._loop.remove_reader(self._fd)
         if not self._blocked:
             self._pump()
 
-    def _drain(self) -> None:
-        """Read on after a loss, one packet a turn, until nothing is left."""
+    def _drain(self) -> None:  # after a loss, one packet a turn, until nothing is left
         if not self._closed:
             self._on_readable()
             self._loop.call_soon(self._drain)
@@ -224,6 +225,7 @@ class Link:
     def _pump(self) -> None:
         """Send packets until none is left or the kernel takes no more."""
         self._pending_bytes = 0
+        self.due.left()
         outbox = self._outbox
         try:
             while (packet := outbox.next()) is not None:
@@ -284,8 +286,7 @@ class Link:
             _logger.warning("an error on a link that is closing anyway: %s", error)
 
     def _leave(self) -> None:
-        self._closed = True
-        self._accepting = False
+        self._closed, self._accepting = True, False
         self._unregister()
         self._outbox.drop()
         if self._finished is not None and not self._finished.done():
