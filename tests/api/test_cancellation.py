@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import socket
 import threading
@@ -24,7 +25,7 @@ import asyncvmm
 from asyncvmm import Acknowledgement, Batch, Consumer, Exporter, TensorSpec
 from asyncvmm._tensors.host import OFFLOAD_BYTES, HostPort
 from asyncvmm._tensors.plan import Plan
-from asyncvmm.testing import open_pair
+from asyncvmm.testing import Counters, open_pair
 from tests.api.books import check_all_back, check_books, check_no_sleeper, passes, until
 
 SMALL = torch.arange(64, dtype=torch.uint8)
@@ -688,3 +689,38 @@ async def test_cancels_never_break_the_framing() -> None:
         assert most <= 64 + stats.grown + stats.shrunk
         assert reader.keys == list(range(stats.published))
         await reader.stop()
+
+
+@pytest.mark.parametrize("orderly", [False, True], ids=["error", "orderly"])
+async def test_an_exporter_is_closed_though_every_task_of_the_loop_is_cancelled(
+    orderly: bool,
+) -> None:
+    """As ``asyncio.run`` does when a task exits; the name, the memory and the link are all back.
+
+    Kills: closing in a task that may be cancelled before it begins, or in its middle.
+    """
+
+    def held() -> tuple[object, int]:
+        counters = Counters.of()
+        return counters.descriptors, counters.mappings
+
+    for count in range(1, 9):
+        before = held()
+        opening = asyncvmm.open_exporter("@every-task", device="cpu", pool_bytes="64KiB")
+        exporter = await opening.__aenter__()
+        consumer = await asyncvmm.connect("@every-task", device="cpu", rank=0).__aenter__()
+        await exporter.send({"x": SMALL})
+        (await consumer.receive()).release()
+        error = None if orderly else ZeroDivisionError()
+        closing = start(opening.__aexit__(error and type(error), error, None))
+        await passes(count)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.wait([closing])
+        with pytest.raises((asyncvmm.EndOfStream, asyncvmm.PeerLostError)):
+            await consumer.receive()
+        await consumer.aclose()
+        del exporter, consumer, opening, closing, error
+        if held() != before:
+            gc.collect()
+        assert held() == before

@@ -252,7 +252,7 @@ class Draining:
     async def close(self) -> None:
         """Stop watching; what is pending stays unanswered."""
         self._soon.clear()
-        watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            watcher.stop()
-            await in_thread(watcher.close)
+        if self._watcher is not None:
+            self._watcher.stop()
+            await in_thread(self._watcher.close)
+            self._watcher = None  # not before: a close that is begun again waits for it, too

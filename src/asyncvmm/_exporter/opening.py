@@ -240,23 +240,25 @@ class open_exporter:
             )
 
     async def _close(self, exporter: Exporter, *, graceful: bool) -> None:
-        """Undo everything, whatever happens to the caller meanwhile."""
+        """Undo everything, whatever happens to the caller, or to the work, meanwhile."""
         exporter._closing = True
         exporter._room.close()
         work = asyncio.ensure_future(self._undo(exporter, graceful=graceful))
         cancelled: asyncio.CancelledError | None = None
-        while not work.done():
+        while not work.done() or work.cancelled():
+            if work.cancelled():  # by who cancels every task of the loop, as asyncio.run does
+                work = asyncio.ensure_future(self._undo(exporter, graceful=False))
             try:
-                await asyncio.shield(work)
+                await asyncio.wait((work,))  # which leaves the work alone when cancelled
             except asyncio.CancelledError as error:
                 cancelled = error
-                graceful = False
                 exporter._connections.abort()
         work.result()
         if cancelled is not None:
             raise cancelled
 
     async def _undo(self, exporter: Exporter, *, graceful: bool) -> None:
+        # Each step may be begun again: what was done does nothing.
         assert self._listener is not None
         await in_thread(self._listener.close)
         await exporter._elastic.close()
