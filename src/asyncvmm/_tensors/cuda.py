@@ -178,25 +178,17 @@ class CudaPort:
             start = source.data_ptr()
             if not start or source.nbytes != size:
                 refuse_source(layout.features[number].name, source, size)
-            if (
-                not source.is_contiguous()
-                or source.is_conj()
-                or source.is_neg()
-                or not self._copy(address + offset, start, size, stream)
-            ):
-                others.append((number, source))
+            if source.is_contiguous() and not source.is_conj() and not source.is_neg():
+                try:
+                    copy(address + offset, start, size, stream)
+                    continue
+                except BackendError as error:
+                    if error.code != "CUDA_ERROR_INVALID_CONTEXT":
+                        raise
+                    # This thread has never used CUDA; torch's copy makes the context its own.
+            others.append((number, source))
         if others:
             self._copy_others(address, plan, others)
-
-    def _copy(self, target: int, start: int, size: int, stream: int) -> bool:
-        try:
-            copy(target, start, size, stream)
-        except BackendError as error:
-            if error.code != "CUDA_ERROR_INVALID_CONTEXT":
-                raise
-            # This thread has never used CUDA; torch's copy makes the context its own.
-            return False
-        return True
 
     def _copy_others(self, address: int, plan: Plan, others: Sequence[tuple[int, Tensor]]) -> None:
         """Have torch copy what is strided, conjugated, or in host memory."""
