@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from concurrent.futures import Executor
 from functools import partial
@@ -13,7 +15,7 @@ import torch
 
 from asyncvmm._io import threads
 from asyncvmm._tensors.host import OFFLOAD_BYTES
-from asyncvmm.testing import open_pair
+from asyncvmm.testing import FakeDevice, FakePort, open_pair
 from tests.api.books import until
 from tests.patience import PROMPTLY
 
@@ -122,3 +124,34 @@ async def test_slow_calls_need_no_thread_of_the_loop() -> None:
         await whole_life()
     finally:
         over.set()
+
+
+@pytest.mark.parametrize("lacking", ["thread", "descriptor"])
+async def test_fences_are_watched_once_their_watcher_can_begin(
+    monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    """Kills: a slot that drains for ever, its fence dropped with the watcher's first error."""
+    refused: list[int] = []
+
+    def no_descriptor(*_: object) -> int:
+        refused.append(1)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def no_thread(_: object) -> None:
+        refused.append(1)
+        raise RuntimeError("can't start new thread")
+
+    device = FakeDevice(hold_release=True)
+    async with asyncio.timeout(PROMPTLY), open_pair(port=FakePort(device)) as pair:
+        if lacking == "thread":
+            monkeypatch.setattr(threading.Thread, "start", no_thread)
+        else:
+            monkeypatch.setattr(os, "eventfd", no_descriptor)
+        ack = await pair.exporter.send(feature(100, 1))
+        with await pair.consumer.receive() as batch:
+            assert batch[0].clone()["x"].unique().tolist() == [1]
+        await until(lambda: len(refused) > 1)
+        assert not ack.done()
+        monkeypatch.undo()
+        device.finish()
+        assert (await ack).complete

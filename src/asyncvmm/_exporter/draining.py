@@ -22,6 +22,7 @@ from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.ledger import Record
 from asyncvmm._errors import BackendError
 from asyncvmm._exporter.fencing import Fencing, Lane
+from asyncvmm._exporter.late import AGAIN_SECONDS
 from asyncvmm._io.fences import FenceWatcher
 from asyncvmm._io.soon import SoonFences
 from asyncvmm._io.threads import in_thread
@@ -60,6 +61,7 @@ class Draining:
         loop = asyncio.get_running_loop()
         self._soon = SoonFences(loop, fencing.ask, self._on_soon, self._later)
         self._watcher: FenceWatcher | None = None
+        self._closed = False
         self._open: dict[Record, set[Lane]] = {}  # the lanes each still waits for
         self._lanes: dict[Lane, int] = {}  # fences that somebody was asked to watch, by lane
         self._watched: dict[Lane, int] = {}  # those of them that the thread has
@@ -135,8 +137,17 @@ class Draining:
         return True
 
     def _later(self, lane: Hashable, fence: Fence, token: object) -> None:
+        if self._closed:
+            return
+        try:
+            self._watch().watch(lane, fence, token)
+        except (OSError, RuntimeError) as error:
+            # No descriptor, or no thread, for the watcher's first fence; there may be one soon.
+            self._once.warning("watcher", "fences are watched later: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.call_later(AGAIN_SECONDS, self._later, lane, fence, token)
+            return
         self._watched[cast("Lane", lane)] = self._watched.get(cast("Lane", lane), 0) + 1
-        self._watch().watch(lane, fence, token)
 
     def _watch(self) -> FenceWatcher:
         if self._watcher is None:
@@ -251,6 +262,7 @@ class Draining:
 
     async def close(self) -> None:
         """Stop watching; what is pending stays unanswered."""
+        self._closed = True
         self._soon.clear()
         if self._watcher is not None:
             self._watcher.stop()
