@@ -35,7 +35,7 @@ async def turns(number: int) -> None:
 async def test_one_flush_is_due_in_a_turn_also_where_something_left_before() -> None:
     """Kills: a second one scheduled beside it, so that a turn to linger in is over at once."""
     flushed: list[int] = []
-    due = Due(asyncio.get_running_loop(), lambda: flushed.append(1))
+    due = Due(asyncio.get_running_loop(), [0], lambda: flushed.append(1))
     due.soon()
     due.left()
     assert due.scheduled
@@ -49,7 +49,7 @@ async def test_one_flush_is_due_in_a_turn_also_where_something_left_before() -> 
 async def test_what_is_queued_lingers_once() -> None:
     """Kills: lingering for as long as somebody asks for it."""
     flushed: list[int] = []
-    due = Due(asyncio.get_running_loop(), lambda: flushed.append(1))
+    due = Due(asyncio.get_running_loop(), [0], lambda: flushed.append(1))
     due.soon()
     for _ in range(2):
         due.linger()
@@ -74,11 +74,11 @@ async def test_halves_of_a_packet_leave_together_with_a_turn_between_them() -> N
         for _ in range(3):
             for _ in range(half):
                 left.link.post(b"x")
-            left.link.linger()
+            left.link.due.linger()
             await turns(1)
             for _ in range(half):
                 left.link.post(b"y")
-            left.link.linger()  # with nothing queued
+            left.link.due.linger()  # with nothing queued
             await turns(1)
         await right.until(lambda: len(right.messages) == 3 * BATCH_MESSAGES)
         assert len(right.packets) == 3
@@ -94,10 +94,10 @@ async def test_a_link_that_ends_while_it_lingers_is_left_alone() -> None:
     left.link.start()
     right.link.start()
     left.link.post(b"last")
-    left.link.linger()
+    left.link.due.linger()
     assert await left.link.finish(PROMPTLY)
     assert right.messages == [b"last"]
     left.link.post(b"never")
-    left.link.linger()
+    left.link.due.linger()
     await turns(3)
     assert left.ends == []

@@ -99,7 +99,7 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
             # Who receives in a loop and never has to wait would keep the event loop.
             self._turn.begin()
             if self._core.inbox:
-                self._link.linger()
+                self._link.due.linger()
             await asyncio.sleep(0)
         while True:
             if (batch := self._next()) is not None:

@@ -105,7 +105,7 @@ class Lending(Single):
         """Let the loop turn: who sends in a loop and never has to wait would keep it."""
         self._turn.begin()
         for connection in self._connections.open.values():
-            connection.link.linger()
+            connection.link.due.linger()
         await asyncio.sleep(0)
         self._guard()
 

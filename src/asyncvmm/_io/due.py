@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 
 
 class Due:
     """One flush for everything that is posted in a turn; on the loop's thread."""
 
-    __slots__ = ("_flush", "_lingers", "_loop", "scheduled")
+    __slots__ = ("_flush", "_lingers", "_loop", "_queue", "scheduled")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, flush: Callable[[], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, queue: Sized, flush: Callable[[], None]
+    ) -> None:
         self._loop = loop
+        self._queue = queue
         self._flush = flush
         self._lingers: bool | None = None  # None: not asked to; False: has done so
         self.scheduled = False
@@ -29,7 +32,7 @@ class Due:
         self._loop.call_soon(self._turned)
 
     def linger(self) -> None:
-        """Put it off by one turn, once, until :meth:`left`."""
+        """Put it off by one turn, once, until :meth:`left`; also if nothing is queued yet."""
         if self._lingers is None:
             self._lingers = True
 
@@ -38,7 +41,7 @@ class Due:
         self._lingers = None
 
     def _turned(self) -> None:
-        if self._lingers:
+        if self._lingers and len(self._queue):
             self._lingers = False
             self._loop.call_soon(self._turned)
         else:

@@ -67,7 +67,7 @@ class Link:
         self._buffer = memoryview(bytearray(PACKET_LIMIT + 1))
         self._outbox = Outbox(frame)
         self._pending_bytes = 0  # posted since the last flush
-        self.due = Due(loop, self.flush)
+        self.due = Due(loop, self._outbox.queue, self.flush)
         self._blocked = False  # the kernel took no more; the writer callback is registered
         self._accepting = True  # post() still means something
         self._eof = self._hung_up = self._closed = False
@@ -113,14 +113,6 @@ class Link:
             self._pump()
         elif not self.due.scheduled:
             self.due.soon()
-
-    def linger(self) -> None:
-        """Let what is queued leave one turn later, once a packet: more is about to be posted.
-
-        So others get a turn in the middle of a packet, and packets do not become small for it.
-        """
-        if self._outbox.queue:
-            self.due.linger()
 
     def flush(self) -> None:
         """Send what is queued, as far as the kernel takes it now."""
