@@ -724,3 +724,31 @@ async def test_an_exporter_is_closed_though_every_task_of_the_loop_is_cancelled(
         if held() != before:
             gc.collect()
         assert held() == before
+
+
+async def test_who_gives_up_waiting_leaves_nothing_behind() -> None:
+    """A program may look every second, for days, whether the pool is idle or a rank is there.
+
+    Kills: wake-ups that are kept for those who wait no more, until there is something to tell.
+    """
+
+    async def give_up(wait: Coroutine[Any, Any, Any]) -> None:
+        task = start(wait)
+        await passes(2)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    def wake_ups() -> int:
+        return sum(issubclass(type(each), asyncio.Future) for each in gc.get_objects())
+
+    async with open_pair() as pair:
+        ack = await pair.exporter.send({"x": SMALL})
+        before = wake_ups()
+        for _ in range(20):
+            await give_up(pair.exporter.drain())
+            await give_up(pair.exporter.wait_attached(2))
+        assert wake_ups() - before < 20
+        (await pair.consumer.receive()).release()
+        await ack
+        await pair.exporter.drain()

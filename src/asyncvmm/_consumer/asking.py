@@ -20,6 +20,7 @@ from asyncvmm._consumer.news import News
 from asyncvmm._core import wire
 from asyncvmm._core.ledger import PeerState
 from asyncvmm._errors import AsyncVMMError, ClosedError, ForkError
+from asyncvmm._io.waiting import woken
 from asyncvmm._ticket import OwnerTicket
 from asyncvmm._ticket_errors import ForeignTicketError
 
@@ -86,9 +87,7 @@ class Asking(News):
         """Wait until a question is answered; raise if none can come any more."""
         while not asked.answered:
             self._check_link(owner)
-            waiter = self._loop.create_future()
-            asked.waiters.append(waiter)
-            await waiter
+            await woken(asked.waiters)
 
     def _take_answers(self) -> None:
         """Hand the exporter's answers to whoever waits for them."""

@@ -10,6 +10,7 @@ from asyncvmm._core.ledger import PeerState
 from asyncvmm._errors import AsyncVMMError
 from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch
+from asyncvmm._io.waiting import woken
 
 
 class News:
@@ -32,9 +33,7 @@ class News:
                 future.set_result(None)
 
     async def _heard(self) -> None:
-        future = self._loop.create_future()
-        self._told.append(future)
-        await future
+        await woken(self._told)
 
     async def _until(self, segments: int | None = None) -> None:
         """Wait for the exporter's goodbye, its loss, or a number of mapped segments."""

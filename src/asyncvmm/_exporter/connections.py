@@ -26,6 +26,7 @@ from asyncvmm._exporter.observing import Observers
 from asyncvmm._exporter.resuming import resume
 from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch, PeerIdentity
+from asyncvmm._io.waiting import woken
 from asyncvmm._types import SegmentInfo
 
 logger = logging.getLogger("asyncvmm.exporter")
@@ -265,9 +266,7 @@ class Connections:
                 raise ClosedError(
                     f"the exporter was closed while {count} consumers were waited for"
                 )
-            future = self._loop.create_future()
-            self._changed.append(future)
-            await future
+            await woken(self._changed)
 
     def changed(self) -> None:
         """Wake whoever waits for consumers to come."""

@@ -27,6 +27,7 @@ from asyncvmm._exporter.room import Room
 from asyncvmm._exporter.terms import PLAIN, Terms, make_terms
 from asyncvmm._fds import Single, close_after_fork
 from asyncvmm._io.turn import Turn
+from asyncvmm._io.waiting import woken
 from asyncvmm._logs import Once, kind_of
 from asyncvmm._tensors import DevicePort
 from asyncvmm._types import Key
@@ -273,9 +274,7 @@ class Lending(Single):
         while any(record.published for record in self._core.records.values()):
             if self._hung_up:
                 raise ClosedError(f"the exporter {self.name!r} was closed before everybody let go")
-            future = asyncio.get_running_loop().create_future()
-            self._idle.append(future)
-            await future
+            await woken(self._idle)
 
     def _wake_idle(self) -> None:
         idle, self._idle = self._idle, []
