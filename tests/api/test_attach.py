@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
+import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +21,7 @@ import torch
 
 import asyncvmm
 from asyncvmm import Broadcast, Compete, Consumer, EndOfStream, Exporter, Group, Outcome
+from asyncvmm._core import wire
 from asyncvmm._exporter.connections import Connections
 from asyncvmm.testing import open_pair
 from tests.api.books import check_all_back, check_books, passes, until
@@ -96,6 +100,32 @@ async def test_a_rank_can_be_had_once_and_again_after_it_was_left() -> None:
                     await passes(5)
         await keys_of(one, 1)
         await until(ack.done)
+
+
+DIES_AFTER_HELLO = """
+import socket, sys
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.connect(chr(0) + "restarted")
+sock.send(bytes.fromhex(sys.argv[1]))
+"""
+
+
+async def test_a_rank_that_died_in_the_backlog_has_no_seat() -> None:
+    """It was killed and begun again while the exporter stood still.
+
+    Kills: a seat for a process that has ended, which its successor is then refused.
+    """
+    hello = wire.encode_greeting(wire.Hello(rank=0, name=None, kind="any"))
+    command = [sys.executable, "-S", "-c", DIES_AFTER_HELLO, hello.hex()]
+    async with open_exporter("@restarted", 1):
+        for _ in range(3):
+            subprocess.run(command, check=True)  # noqa: ASYNC221 - so this loop stands still
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as successor:
+            successor.setblocking(False)
+            successor.connect("\0restarted")
+            successor.send(hello)
+            answer = await asyncio.get_running_loop().sock_recv(successor, wire.PACKET_LIMIT)
+        assert isinstance(wire.decode_greeting(answer), wire.Welcome)
 
 
 async def test_a_refused_connection_may_not_try_again_by_itself() -> None:

@@ -26,6 +26,7 @@ from asyncvmm._exporter.access import Access
 from asyncvmm._exporter.connection import Connection
 from asyncvmm._exporter.observing import Observers
 from asyncvmm._fds import OwnedFd
+from asyncvmm._io.liveness import has_ended
 from asyncvmm._io.threads import in_thread
 from asyncvmm._types import SegmentInfo
 
@@ -97,6 +98,7 @@ class Handshake:
             if not isinstance(hello, wire.Hello):
                 raise RemoteProtocolError(f"a consumer began with a {type(hello).__name__}")
             self._check(hello)
+            self._check_alive(conn)
             conn.peer = self._core.admit(hello.rank, hello.name, hello.window)
         except VersionMismatchError as error:
             self._reject(conn, error, [error.ours])
@@ -124,6 +126,12 @@ class Handshake:
                 reason="writable",
             )
         self._check_secret(hello.secret)
+
+    def _check_alive(self, conn: Connection) -> None:
+        """Give no seat to who said hello and died while this exporter was busy."""
+        pidfd = conn.identity.pidfd
+        if pidfd is not None and has_ended(pidfd):
+            raise HandshakeError("its process has ended meanwhile", reason="ended")
 
     def _check_secret(self, secret: bytes) -> None:
         if not hmac.compare_digest(secret, self._access.secret):
