@@ -660,7 +660,7 @@ async def test_cancels_never_break_the_framing() -> None:
         most = blocked = 0
         tasks: set[asyncio.Task[Any]] = set()
         tensor = {"x": torch.arange(9_000)}
-        while cancels.delivered < 400:
+        while cancels.delivered < 400 or blocked <= 20:  # else the socket was never full
             # So that the kernel takes few packets, and at times none.
             tasks |= {start(exporter.send(tensor, metadata="m" * 1_500)) for _ in range(4)}
             loop.remove_reader(reading._fd)
@@ -685,7 +685,6 @@ async def test_cancels_never_break_the_framing() -> None:
         stats = exporter.statistics()
         assert stats.grown > 1
         assert stats.shrunk > 0
-        assert blocked > 20  # else the socket was never full
         assert most <= 64 + stats.grown + stats.shrunk
         assert reader.keys == list(range(stats.published))
         await reader.stop()
