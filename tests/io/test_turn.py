@@ -37,7 +37,7 @@ async def test_one_flush_is_due_in_a_turn_also_where_something_left_before() -> 
     flushed: list[int] = []
     due = Due(asyncio.get_running_loop(), [0], lambda: flushed.append(1))
     due.soon()
-    due.left()
+    due.stop()
     assert due.scheduled
     due.linger()
     await turns(1)
@@ -55,7 +55,7 @@ async def test_what_is_queued_lingers_once() -> None:
         due.linger()
         await turns(1)
     assert flushed == [1]
-    due.left()
+    due.stop()
     due.soon()
     due.linger()
     await turns(1)

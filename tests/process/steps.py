@@ -113,7 +113,8 @@ async def give_back(me: Me, count: int = -1) -> None:
     """Release the oldest batches that were kept, all of them for -1; return once it is said."""
     for _ in range(len(me.batches) if count < 0 else count):
         me.batches.pop(0).release()
-    await asyncio.sleep(0)  # releases of one turn travel together
+    for _ in range(3):  # releases of one turn travel together, and may linger for another
+        await asyncio.sleep(0)
 
 
 async def give_back_and_die(me: Me) -> None:

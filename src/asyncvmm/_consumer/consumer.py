@@ -95,8 +95,7 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
         Raises EndOfStream after the exporter's goodbye, PeerLostError if it vanished (also for
         batches still unread), ClosedError after ``aclose``.  Cancelled, it loses no batch.
         """
-        if self._turn.over:
-            # Who receives in a loop and never has to wait would keep the event loop.
+        if self._turn.over:  # who never has to wait would keep the event loop
             self._turn.begin()
             if self._core.inbox:
                 self._link.due.linger()
@@ -105,6 +104,7 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
             if (batch := self._next()) is not None:
                 return batch
             self._turn.begin()
+            self._link.due.stop()
             waiter = self._loop.create_future()
             self._waiters.append(waiter)
             try:

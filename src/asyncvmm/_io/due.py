@@ -32,12 +32,12 @@ class Due:
         self._loop.call_soon(self._turned)
 
     def linger(self) -> None:
-        """Put it off by one turn, once, until :meth:`left`; also if nothing is queued yet."""
+        """Put it off by one turn, once, until :meth:`stop`; also if nothing is queued yet."""
         if self._lingers is None:
             self._lingers = True
 
-    def left(self) -> None:
-        """Note that what was queued has left."""
+    def stop(self) -> None:
+        """Linger no more: what was queued has left, or nothing follows it."""
         self._lingers = None
 
     def _turned(self) -> None:

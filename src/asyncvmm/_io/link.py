@@ -217,7 +217,7 @@ class Link:
     def _pump(self) -> None:
         """Send packets until none is left or the kernel takes no more."""
         self._pending_bytes = 0
-        self.due.left()
+        self.due.stop()
         outbox = self._outbox
         try:
             while (packet := outbox.next()) is not None:
