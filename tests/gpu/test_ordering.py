@@ -149,8 +149,10 @@ async def captures_beside_pending(most: int) -> tuple[int, int]:
                 await asyncio.sleep(0.01)
         thread = threading.Thread(target=capture_until, args=(stop, failed, done))
         thread.start()
-        while len(done) < most and not failed and not any(ack.done() for ack in acks):
+        pending = True
+        while len(done) < most and not failed and pending:
             await asyncio.sleep(0.01)
+            pending = not any(ack.done() for ack in acks)
         stop.set()
         await asyncio.to_thread(thread.join)
         if failed:
