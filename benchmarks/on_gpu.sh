@@ -55,7 +55,7 @@ done
 
 if wanted tests; then
   note tests
-  timeout -k 5 "${GPU_TEST_SECONDS:-300}" "$python" -m pytest -m gpu tests/gpu -q -p no:cacheprovider \
+  timeout -k 5 "${GPU_TEST_SECONDS:-600}" "$python" -m pytest -m gpu tests/gpu -q -p no:cacheprovider \
     >"$out/gpu-tests.log" 2>&1 </dev/null || status=1
   tail -15 "$out/gpu-tests.log"
 fi

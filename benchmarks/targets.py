@@ -132,18 +132,21 @@ def _cpu(rows: Rows, loop: str) -> Iterator[Verdict]:
 def _gpu(rows: Rows, loop: str, result: Result) -> Iterator[Verdict]:
     options = result["options"]
     two = options["device"] != options["consumer_device"]
-    peers = (("asyncvmm", "torch_mp"), ("asyncvmm_reserve", "torch_mp_reused"))
-    for ours, theirs in peers:
+    peers = (
+        ("asyncvmm", "torch_mp", "floor"),
+        ("asyncvmm_reserve", "torch_mp_reused", "floor_reserve"),
+    )
+    for ours, theirs, bare in peers:
         for row in rows.all((ours,)):
             if row["loop"] != loop:
                 continue
-            base = rows.get(theirs, row["workload"])
+            base, floor = (rows.get(name, row["workload"]) for name in (theirs, bare))
             # A consumer that rests sets the pace of both.
             bound = row["workload"] == "slow_consumer"
             ahead = 3.0 if row["nbytes"] >= MIB and not bound else 1.0
             about = f"{row['workload']}: {ours} / {theirs}"
-            yield _compare(f"{about}, rate", row, base, "per_s", least=ahead)
-            yield _compare(f"{about}, p50", row, base, "p50_us", most=1 / ahead)
+            yield _compare(f"{about}, rate", row, base, "per_s", least=ahead, floor=floor)
+            yield _compare(f"{about}, p50", row, base, "p50_us", most=1 / ahead, floor=floor)
     yield _compare(
         "closed 2 MiB: send / floor, p50",
         rows.get("asyncvmm", "closed_2MiB", loop), rows.get("floor", "closed_2MiB"), "p50_us",
