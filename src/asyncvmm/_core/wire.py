@@ -216,17 +216,17 @@ def printable(text: str) -> str:
 
 
 def check_key(key: object) -> None:
-    """Refuse an owner's key that the other end would refuse."""
-    if isinstance(key, str):
-        if len(key) > MAX_KEY:
-            raise ArgumentError(
-                f"a key may have at most {MAX_KEY:,} characters, got {len(key):,}; use an id"
-            )
-    elif not isinstance(key, int) or isinstance(key, bool):
+    """Refuse an owner's key that the other end would refuse, or that no message can carry."""
+    if not isinstance(key, str | int) or isinstance(key, bool):
         raise ArgumentError(f"a key is a str or an int, got {key!r:.80}")
+    if isinstance(key, str) and len(key) > MAX_KEY:
+        raise ArgumentError(
+            f"a key may have at most {MAX_KEY:,} characters, got {len(key):,}; use an id"
+        )
+    encode(key)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message | str | int) -> bytes:
     """Encode one message; refuse one that no packet can hold."""
     try:
         data = _encoder.encode(message)
