@@ -26,6 +26,16 @@ def draining(pair: Pair) -> int:
     return pair.exporter.statistics().slots.draining
 
 
+async def drains_until_the_device_is_done(pair: Pair, device: FakeDevice) -> None:
+    """Check that one slot drains for as long as the device is held, and no longer."""
+    await until(lambda: draining(pair) == 1)
+    await passes(10)
+    assert draining(pair) == 1
+    device.finish()
+    await pair.exporter.drain()
+    check_all_back(pair.exporter)
+
+
 async def test_who_read_nothing_does_not_answer_for_the_copy() -> None:
     """The slot's event is known from an earlier use, and done.
 
@@ -38,12 +48,7 @@ async def test_who_read_nothing_does_not_answer_for_the_copy() -> None:
         await pair.exporter.drain()
         device.hold_ready = True
         await hand_over(pair, read=False)
-        await until(lambda: draining(pair) == 1)
-        await passes(10)
-        assert draining(pair) == 1
-        device.finish()
-        await pair.exporter.drain()
-        check_all_back(pair.exporter)
+        await drains_until_the_device_is_done(pair, device)
 
 
 async def test_copies_on_two_streams_are_waited_for_themselves() -> None:
@@ -54,12 +59,7 @@ async def test_copies_on_two_streams_are_waited_for_themselves() -> None:
         await pair.exporter.drain()  # on one stream, the release stands for the copy
         device.stream += 1
         await hand_over(pair)
-        await until(lambda: draining(pair) == 1)
-        await passes(10)
-        assert draining(pair) == 1
-        device.finish()
-        await pair.exporter.drain()
-        check_all_back(pair.exporter)
+        await drains_until_the_device_is_done(pair, device)
 
 
 async def test_one_owner_of_a_packet_that_is_not_done_keeps_no_other() -> None:

@@ -98,7 +98,7 @@ class Lending(Single):
         if metadata is None and to is None and require == "all":
             if key is None:
                 return PLAIN
-            if type(key) is int and -(1 << 63) <= key < 1 << 64:
+            if type(key) is int and -(1 << 63) <= key < 1 << 64:  # what MessagePack holds
                 return Terms(key)
         return make_terms(self._core, key, metadata, to, require)
 
