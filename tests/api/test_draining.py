@@ -114,3 +114,51 @@ async def test_an_event_that_never_came_stands_for_nothing(
         check_all_back(exporter)
         for _ in range(2):
             (await pair.consumer.receive()).release()
+
+
+async def test_copies_come_back_in_another_order_than_they_were_written() -> None:
+    """Two owners of one stream, dropped unread in one turn, the later one first.
+
+    Kills: the copy of the one that was let go last taken for the end of both.
+    """
+    device = FakeDevice(hold_ready=True)
+    async with open_pair(slots=2, port=FakePort(device)) as pair:
+        for _ in range(2):
+            await pair.exporter.send(ONE, require="none")
+        first, second = await pair.consumer.receive(), await pair.consumer.receive()
+        second.release()
+        first.release()
+        await until(lambda: draining(pair) == 2)
+        device.fences[0].finish()
+        await until(lambda: pair.exporter.statistics().slots.free == 1)
+        await passes(10)
+        assert draining(pair) == 1
+        device.finish()
+        await pair.exporter.drain()
+        check_all_back(pair.exporter)
+
+
+async def die(pair: Pair) -> None:
+    """Have the exporter see its consumer's process end, with what was said last still unread."""
+    pair.consumer._link.flush()
+    (conn,) = pair.exporter._connections.open.values()
+    pair.exporter._connections._on_death(conn)
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["before", "with-its-death"])
+async def test_who_was_killed_does_not_answer_for_the_copy(heard: bool) -> None:
+    """It released what it read; its stream still waited for the copy when its process ended.
+
+    Kills: a release of the dead that stands for the copy, heard before its death (its event is
+    pending, and never asked again) or with it (its event answers "done" from now on).
+    """
+    device = FakeDevice(hold_ready=True, hold_release=True)
+    async with open_pair(slots=1, port=FakePort(device)) as pair:
+        await hand_over(pair)
+        if heard:
+            await until(lambda: draining(pair) == 1)
+        await until(lambda: bool(device.pending("release")))
+        for fence in device.pending("release"):
+            fence.finish()
+        await die(pair)
+        await drains_until_the_device_is_done(pair, device)

@@ -60,6 +60,7 @@ class Connections:
         access: Access,
         pump: Callable[[], None],
         gone: Callable[[int, bool], None],
+        dying: Callable[[int], None],
         open_release: Callable[[int, int, bytes], None],
         observers: Observers,
         debug: bool,
@@ -70,6 +71,7 @@ class Connections:
         self._region = region
         self._pump = pump
         self._gone = gone  # of a peer that comes no more: its id, and whether its process died
+        self._dying = dying  # of a peer whose process died and whose last words are to be read
         self._open_release = open_release
         self._loop = asyncio.get_running_loop()
         self._greeting: dict[Connection, None] = {}  # oldest first
@@ -197,6 +199,7 @@ class Connections:
         peer = conn.peer
         if peer is None or peer.id not in self.open:
             return
+        self._dying(peer.id)
         if not conn.link.closed:
             conn.link.read_pending()
             conn.link.abort()

@@ -21,7 +21,7 @@ from asyncvmm._backends.base import ExporterRegion, Fence
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.ledger import Record
 from asyncvmm._errors import BackendError
-from asyncvmm._exporter.fencing import Fencing, Lane
+from asyncvmm._exporter.fencing import READY, Fencing, Lane
 from asyncvmm._exporter.late import AGAIN_SECONDS
 from asyncvmm._io.fences import FenceWatcher
 from asyncvmm._io.soon import SoonFences
@@ -238,9 +238,10 @@ class Draining:
     def gone(self, peer: int, *, died: bool) -> None:
         """Give back the events of a peer that comes no more.
 
-        A dead peer's fences count as done: its process is gone, so its reads are over.  Those of
-        a peer that left in order are kept until all that it read is free: another may hold it
-        longer, and if a fence can no longer be asked only the end of its process tells.
+        A dead peer's fences count as done: its process is gone, so its reads are over.  What it
+        read may still be being copied, so where nothing else is waited for our own fence is.
+        Those of a peer that left in order are kept until all that it read is free: another may
+        hold it longer, and if a fence can no longer be asked only the end of its process tells.
         """
         if not died:
             self._leaving.add(peer)
@@ -250,7 +251,7 @@ class Draining:
         for record, waits in list(self._open.items()):
             gone = {lane for lane in waits if lane[0] == peer}
             waits -= gone
-            if gone and not waits:
+            if gone and not waits and not self._waits(record, ((READY, record.slot),), ()):
                 self._finish(record)
         self._fencing.forget(peer)
 

@@ -4,6 +4,9 @@ A consumer's release event was recorded behind its wait for the owner's ready ev
 for both, and the ready event is not asked again: asking two events instead of one costs more than
 everything else here.  It is asked where no such release came, and where the exporter writes from
 more than one stream, because then nothing else keeps a later copy behind an earlier one.
+
+An event of a killed process answers "done" at once, whatever it was recorded behind.  From the
+moment its death is known nothing of it stands for anything, and the ready event is asked again.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ READY = -1
 """Stands where a peer's id stands, for the exporter's own ready events."""
 
 Lane: TypeAlias = tuple[int, int]
-"""(peer, lane): fences of one lane finish in the order in which they were recorded."""
+"""(peer, lane): fences of one lane finish in the order in which they were released.
+
+Of our own, which are recorded in one order and released in another, each slot is its own lane."""
 
 
 class Fencing:
@@ -37,6 +42,7 @@ class Fencing:
         self._streams: set[int] = set()  # every stream that ever wrote
         self._given: set[tuple[int, int]] = set()  # (peer, slot) of the events that peers gave
         self._late: dict[tuple[int, int], LateFence] = {}  # by (peer, slot); READY for ours
+        self._dead: set[int] = set()  # peers whose last words are being read
 
     def prepare(self, slot: int) -> None:
         """Have a slot's ready event made before its bytes are written."""
@@ -74,6 +80,8 @@ class Fencing:
 
     def open_release(self, peer: int, slot: int, handle: bytes) -> None:
         """Open a consumer's event; if the driver refuses, its slot drains until it does not."""
+        if peer in self._dead:
+            return
         try:
             self._region.open_release(peer, slot, handle)
         except BackendError as error:
@@ -102,7 +110,7 @@ class Fencing:
         if not lanes or len(self._streams) > 1:
             late = self._late_fence(READY, slot) if self._late else None
             if late or self._region.ready_fence(slot) is not None:
-                return (*lanes, (READY, self._written.get(slot, 0)))
+                return (*lanes, (READY, slot))
         return lanes
 
     def _with_events(self, slot: int, lanes: tuple[Lane, ...]) -> tuple[Lane, ...]:
@@ -111,7 +119,7 @@ class Fencing:
         for peer, lane in lanes:
             if (peer, slot) in self._given:
                 found += [(peer, lane)] if lane else []
-            elif lane:
+            elif lane and peer not in self._dead:
                 # It says that it read on a stream: its reads are its risk.
                 self._once.warning(
                     peer, "consumer %d broke the rules: no event came for slot %d", peer, slot
@@ -143,8 +151,14 @@ class Fencing:
             self._once.warning(kind_of(error), "fences are left to the watcher: %s", error)
             return [False] * len(fences)
 
+    def distrust(self, peer: int) -> None:
+        """Let no event of a dead peer stand for anything, also not for what it said last."""
+        self._dead.add(peer)
+        self._given = {event for event in self._given if event[0] != peer}
+
     def forget(self, peer: int) -> None:
         """Give back the events of a peer that comes no more."""
+        self._dead.discard(peer)
         self._given = {event for event in self._given if event[0] != peer}
         for key in [key for key in self._late if key[0] == peer]:
             self._late.pop(key).give_up()

@@ -160,6 +160,7 @@ class open_exporter:
                 access=self._access,
                 pump=lambda: exporter._told(),
                 gone=lambda peer, died: exporter._draining.gone(peer, died=died),
+                dying=lambda peer: exporter._fencing.distrust(peer),
                 open_release=lambda *event: exporter._fencing.open_release(*event),
                 observers=Observers(lambda: snapshot(exporter)),
                 debug=self._debug,
