@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncvmm import _errors as errors
-from asyncvmm._io.names import ADDRESS_LIMIT, private_folder, resolve
+from asyncvmm._io.names import ADDRESS_LIMIT, LEAF_LIMIT, private_folder, resolve
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_path_is_absolute_at_once(
     assert not (runtime / "asyncvmm").exists()
 
 
-def test_path_of_the_longest_kind_is_kept(runtime: Path) -> None:
+def test_path_of_the_longest_kind_needs_no_descriptor(runtime: Path) -> None:
     """Kills: a limit that is off by one, against what the kernel takes."""
     for letters in range(ADDRESS_LIMIT - 2, ADDRESS_LIMIT + 3):
         path = "/" + "x" * letters
@@ -124,44 +124,42 @@ def test_path_of_the_longest_kind_is_kept(runtime: Path) -> None:
                 sock.connect(path)
             except FileNotFoundError:
                 assert resolve(path).sockaddr == path
-            except OSError:  # the path is too long
-                assert resolve(path).sockaddr != path
+            except OSError:  # the path is too long, and so is the file's name
+                with pytest.raises(errors.ArgumentError, match=f"got {letters + 1} bytes"):
+                    resolve(path)
 
 
-def test_long_path_maps_to_the_same_short_one_from_everywhere(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kills: hashing the path as it was written; a hash that a bare name could take."""
+def test_long_path_is_kept_as_it_is(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: a long path that leads to another place, such as the private folder."""
     deep = runtime / ("d" * 60)
     deep.mkdir()
     long_path = str(deep / ("ü" * 40))
     found = resolve(long_path)
-    assert found.kind == "path"
-    assert found.display == long_path
-    assert len(os.fsencode(found.sockaddr)) <= ADDRESS_LIMIT
-    assert os.path.dirname(found.sockaddr) == str(runtime / "asyncvmm")
+    assert (found.kind, found.display, found.sockaddr) == ("path", long_path, long_path)
     monkeypatch.chdir(deep)
-    assert resolve("./" + "ü" * 40).sockaddr == found.sockaddr
-    assert resolve(long_path + "x").sockaddr != found.sockaddr
-    with pytest.raises(errors.ArgumentError):
-        resolve(os.path.basename(found.sockaddr))
+    assert resolve("./" + "ü" * 40).sockaddr == long_path
+    assert not (runtime / "asyncvmm").exists()
 
 
-def test_long_bare_name_and_long_folder(
+def test_long_bare_name_is_the_same_file_in_any_folder(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kills: an address that the kernel refuses with a bare OSError."""
-    folder = short_folder / ("f" * (60 - len(str(short_folder)) - 1))
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    one, other = resolve("n" * 100 + "1"), resolve("n" * 100 + "2")
-    assert one.sockaddr != other.sockaddr
-    assert max(len(one.sockaddr), len(other.sockaddr)) <= ADDRESS_LIMIT
-    deeper = folder / ("g" * 40)
-    deeper.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deeper))
-    with pytest.raises(errors.ArgumentError, match="XDG_RUNTIME_DIR"):
-        resolve("vision")
+    """Kills: a hash where the folder's path is long, as it may be for one end only; a hash that
+    a bare name could take."""
+    longest, longer, other = "n" * (LEAF_LIMIT - 5), "n" * (LEAF_LIMIT - 4), "m" * (LEAF_LIMIT - 4)
+    found = []
+    for letters in (1, 150):
+        folder = short_folder / ("f" * letters)
+        folder.mkdir(mode=0o700)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+        found.append([os.path.basename(resolve(n).sockaddr) for n in (longest, longer, other)])
+    first, second = found
+    assert first == second
+    assert first[0] == f"{longest}.sock"
+    assert len(set(first)) == 3
+    assert max(map(len, first)) == LEAF_LIMIT
+    with pytest.raises(errors.ArgumentError):
+        resolve(first[1])
 
 
 def test_abstract_name() -> None:

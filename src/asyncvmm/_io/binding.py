@@ -25,6 +25,7 @@ from asyncvmm._errors import (
     NameInUseError,
 )
 from asyncvmm._fds import OwnedFd, close_after_fork
+from asyncvmm._io.fitting import fitting
 from asyncvmm._io.liveness import peer_credentials, peer_has_ended
 from asyncvmm._io.names import Address
 from asyncvmm._io.packets import descriptor_limit
@@ -101,7 +102,8 @@ def _bind_abstract(sock: socket.socket, address: Address) -> None:
 def _bind_node(sock: socket.socket, address: Address, mode: int) -> Node:
     # On the socket, before there is a node: it is never open to more than it should be.
     os.fchmod(sock.fileno(), mode)
-    sock.bind(address.sockaddr)
+    with fitting(address) as sockaddr:
+        sock.bind(sockaddr)
     # Held by a descriptor, because in a shared folder the path may be turned elsewhere meanwhile.
     flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
     with OwnedFd(os.open(address.sockaddr, flags)) as node:
@@ -154,7 +156,8 @@ def _who_answers(address: Address) -> tuple[bool, int]:
     """Say whether a live process has the address, and its pid, 0 if that cannot be known."""
     with new_socket() as probe:
         try:
-            probe.connect(address.sockaddr)
+            with fitting(address) as sockaddr:
+                probe.connect(sockaddr)
         except ConnectionRefusedError:
             return False, 0
         except BlockingIOError:  # its backlog is full

@@ -18,6 +18,7 @@ from asyncvmm._errors import (
 )
 from asyncvmm._fds import close_after_fork
 from asyncvmm._io.binding import Node, bind, new_socket, node_at
+from asyncvmm._io.fitting import fitting
 from asyncvmm._io.liveness import PeerIdentity, identify, peer_has_ended
 from asyncvmm._io.names import Address
 from asyncvmm._io.packets import descriptor_limit
@@ -151,7 +152,8 @@ async def connect(address: Address, *, wait: bool) -> socket.socket:
     try:
         while True:
             try:
-                sock.connect(address.sockaddr)
+                with fitting(address) as sockaddr:
+                    sock.connect(sockaddr)
             except OSError as error:
                 if error.errno in _NOT_THERE:
                     if not wait:

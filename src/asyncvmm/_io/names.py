@@ -23,6 +23,10 @@ from asyncvmm._errors import AccessDeniedError, ArgumentError
 ADDRESS_LIMIT = 107
 """Bytes of a Unix socket address: sun_path has 108, one of them the closing zero."""
 
+LEAF_LIMIT = ADDRESS_LIMIT - len("/proc/self/fd/1048576/")
+"""Bytes of the file's name where the path is longer than that: its folder is then reached through
+a descriptor, whose number has up to seven digits (fs.nr_open is 1,048,576 unless raised)."""
+
 _BARE_NAME = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 _NAME_LIMIT = 200
 """Characters of a bare name: file names end at 255 bytes, and we add to it."""
@@ -35,6 +39,8 @@ class Address:
     display: str
     """What the user wrote; for messages."""
     sockaddr: str
+    """The absolute path, which may be longer than a socket address (see ``fitting``), or the
+    abstract name with its zero."""
     kind: Literal["name", "path", "abstract"]
 
 
@@ -55,6 +61,8 @@ def check(name: str | os.PathLike[str]) -> str:
     elif kind == "path":
         if text.endswith("/") or os.path.basename(text) in {".", ".."}:
             raise ArgumentError(f"the path of an exporter names a file, got the folder {text!r}")
+        if os.path.isabs(text):
+            _check_length(os.path.abspath(text))
     elif not _BARE_NAME.fullmatch(text) or len(text) > _NAME_LIMIT or text in {".", ".."}:
         raise ArgumentError(
             f"a bare name has 1 to {_NAME_LIMIT} of the characters A-Z a-z 0-9 . _ - and is not "
@@ -74,8 +82,9 @@ def _kind(name: str | os.PathLike[str]) -> Literal["name", "path", "abstract"]:
 def resolve(name: str | os.PathLike[str]) -> Address:
     """Turn a name into an address, and make sure the private folder is private.
 
-    Raises ArgumentError for what can be no name, and AccessDeniedError if somebody else could
-    reach into the private folder.
+    A path may have any length: it is the same place for both ends, or refused.  Raises
+    ArgumentError for what can be no name, and AccessDeniedError if somebody else could reach into
+    the private folder.
     """
     text = check(name)
     kind = _kind(name)
@@ -89,25 +98,30 @@ def resolve(name: str | os.PathLike[str]) -> Address:
 def _path(text: str) -> Address:
     # Absolute, so that a change of the working directory moves nothing.
     absolute = os.path.abspath(text)
-    if len(os.fsencode(absolute)) > ADDRESS_LIMIT:
-        return Address(text, _inside_private_folder(absolute, short=True), "path")
+    _check_length(absolute)
     return Address(text, absolute, "path")
 
 
-def _inside_private_folder(name: str, *, short: bool = False) -> str:
-    """Return a path that fits: ``<name>.sock``, or a hash that no bare name can look like."""
-    folder = private_folder()
-    address = os.path.join(folder, f"{name}.sock")
-    if short or len(os.fsencode(address)) > ADDRESS_LIMIT:
-        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:24]
-        address = os.path.join(folder, f"~{digest}.sock")
-    size = len(os.fsencode(address))
-    if size > ADDRESS_LIMIT:
+def _check_length(absolute: str) -> None:
+    """Refuse a path that no socket can have, wherever its folder is reached through."""
+    size, leaf = len(os.fsencode(absolute)), len(os.fsencode(os.path.basename(absolute)))
+    if size > ADDRESS_LIMIT and leaf > LEAF_LIMIT:
         raise ArgumentError(
-            f"the private folder {folder!r} leaves no room for a socket: its address would have "
-            f"{size} bytes, {ADDRESS_LIMIT} are allowed; point XDG_RUNTIME_DIR to a shorter one"
+            f"the path of an exporter has at most {ADDRESS_LIMIT} bytes, or a file name of at most "
+            f"{LEAF_LIMIT}; got {size} bytes with a file name of {leaf}: {absolute!r}; choose a "
+            f"shorter file name"
         )
-    return address
+
+
+def _inside_private_folder(name: str) -> str:
+    """Return ``<name>.sock`` in it, or for a long name a hash that no bare name can look like.
+
+    Only the name decides: both ends may see the folder under paths of different lengths.
+    """
+    leaf = f"{name}.sock"
+    if len(leaf) > LEAF_LIMIT:
+        leaf = f"~{hashlib.sha256(name.encode()).hexdigest()[:24]}.sock"
+    return os.path.join(private_folder(), leaf)
 
 
 def private_folder() -> str:

@@ -21,6 +21,7 @@ from asyncvmm._errors import (
 )
 from asyncvmm._exporter.latencies import Latencies
 from asyncvmm._io.binding import new_socket
+from asyncvmm._io.fitting import fitting
 from asyncvmm._io.liveness import peer_credentials
 from asyncvmm._io.names import Address, private_folder, resolve
 from asyncvmm._io.packets import PACKET_LIMIT
@@ -45,7 +46,8 @@ class Observer:
         """Its process, by the kernel's word; 0 if it lives in another pid namespace."""
         self._sock = new_socket()
         try:
-            self._sock.connect(address.sockaddr)
+            with fitting(address) as sockaddr:
+                self._sock.connect(sockaddr)
             self.pid = peer_credentials(self._sock)[0]
         except BlockingIOError:
             self._sock.close()
@@ -56,6 +58,9 @@ class Observer:
         except OSError as error:
             self._sock.close()
             raise _not_there(self.label, error) from error
+        except AsyncVMMError:
+            self._sock.close()
+            raise
 
     def fileno(self) -> int:
         """Return the socket's descriptor, to be polled."""
