@@ -40,6 +40,8 @@ async def stream(
 
     The oldest is awaited first, so its latency is that of all before it, too.
     """
+    if producer.together > 1 and depth > 1:
+        return await _stream_together(producer, first, depth, seconds=seconds, count=count)
     flow = Flow()
     clock = time.perf_counter
     pending: deque[tuple[float, Any]] = deque()
@@ -69,6 +71,42 @@ async def stream(
     flow.elapsed = clock() - begin
     flow.count = number - first
     return flow
+
+
+async def _stream_together(
+    producer: Producer, first: int, depth: int, *, seconds: float, count: int
+) -> Flow:
+    """Do the same for a producer that hands over several in one call, once so many fit."""
+    flow = Flow()
+    clock = time.perf_counter
+    pending: deque[tuple[float, Any]] = deque()
+    number = first
+    begin = now = clock()
+    while number < first + count if count else now < begin + seconds:
+        several = min(producer.together, depth)
+        if count:
+            several = min(several, first + count - number)
+        await _settle(producer, pending, depth - several, flow)
+        now = clock()
+        for ticket in await producer.hand_over_all(range(number, number + several)):
+            pending.append((now, ticket))
+        number += several
+    await _settle(producer, pending, 0, flow)
+    flow.elapsed = clock() - begin
+    flow.count = number - first
+    return flow
+
+
+async def _settle(
+    producer: Producer, pending: deque[tuple[float, Any]], most: int, flow: Flow
+) -> None:
+    """Await the oldest until at most so many are in flight."""
+    while len(pending) > most:
+        started, ticket = pending.popleft()
+        await producer.settled(ticket)
+        now = time.perf_counter()
+        flow.latencies.append(now - started)
+        flow.settled.append(now)
 
 
 async def bursts(producer: Producer, first: int, burst: int, *, seconds: float) -> Flow:

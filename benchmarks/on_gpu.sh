@@ -8,7 +8,7 @@ set -u
 out=$1
 python=${2:-python3}
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-transports=${TRANSPORTS:-asyncvmm,asyncvmm_reserve,torch_mp,torch_mp_reused,floor,floor_reserve}
+transports=${TRANSPORTS:-asyncvmm,asyncvmm_send_all,asyncvmm_reserve,torch_mp,torch_mp_reused,floor,floor_reserve}
 workloads=${WORKLOADS:-closed_*,pipelined_*,fanout_2_*,slow_consumer,reuse,connect}
 parts=" ${PARTS:-demo bench trace tests} "
 status=0

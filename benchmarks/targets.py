@@ -14,7 +14,9 @@ from benchmarks.report import Result
 from benchmarks.rows import Row, ratios
 from benchmarks.setting import MIB
 
-OURS = ("asyncvmm", "asyncvmm_reserve", "asyncvmm_reserve_filled")
+OURS = ("asyncvmm", "asyncvmm_reserve", "asyncvmm_send_all", "asyncvmm_reserve_filled")
+MEASURED = OURS[:3]
+"""Those whose loop does nothing but hand over."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Rows:
     def loops(self) -> list[str]:
         """Return the loops that this library ran on."""
         return list(
-            dict.fromkeys(row["loop"] for row in self.all(OURS[:2]) if row["loop"] != "none")
+            dict.fromkeys(row["loop"] for row in self.all(MEASURED) if row["loop"] != "none")
         )
 
 
@@ -156,6 +158,9 @@ def _gpu(rows: Rows, loop: str, result: Result) -> Iterator[Verdict]:
         name = f"pipelined_{size}"
         pair = rows.get("asyncvmm", name, loop), rows.get("floor", name)
         yield _compare(f"pipelined {size}: send / floor, rate", *pair, "per_s", least=0.7)
+        batch = rows.get("asyncvmm_send_all", name, loop)
+        about = f"pipelined {size}: send_all of 16 / floor, rate"
+        yield _compare(about, batch, pair[1], "per_s", least=0.7)
     large, small = (
         rows.get("asyncvmm_reserve", f"pipelined_{size}", loop) for size in ("36MiB", "16KiB")
     )
@@ -242,7 +247,7 @@ def _gap(rows: Rows, loop: str, most: float) -> Verdict:
     found = [
         (row[f"{side}gap_p99_ms"], row["transport"], row["workload"], side or "producer_",
          row.get(f"{side}gap_busy_p99_ms") or 0.0)
-        for row in rows.all(OURS[:2])
+        for row in rows.all(MEASURED)
         for side in ("", "consumer_")
         if row["loop"] == loop and row.get(f"{side}gap_p99_ms") is not None
     ]  # fmt: skip

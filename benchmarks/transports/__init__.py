@@ -8,6 +8,7 @@ from benchmarks.transports.base import Transport
 
 MODULES = {
     "asyncvmm": "ours:Send",
+    "asyncvmm_send_all": "ours:SendAll",
     "asyncvmm_reserve": "ours:Reserve",
     "asyncvmm_reserve_filled": "ours:ReserveFilled",
     "torch_mp": "torch_mp:TorchMP",

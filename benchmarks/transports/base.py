@@ -25,6 +25,9 @@ class Producer(ABC):
     fallbacks = 0
     """Hand-offs that did not go the way the transport promises."""
 
+    together: ClassVar[int] = 1
+    """How many it hands over in one call, if so many may be in flight."""
+
     def __init__(self, setting: Setting, contents: Contents, shared: Any) -> None:
         self.setting = setting
         self.contents = contents
@@ -44,6 +47,10 @@ class Producer(ABC):
     @abstractmethod
     async def hand_over(self, number: int) -> Any:
         """Announce one payload, and make it present if the transport copies; return a ticket."""
+
+    async def hand_over_all(self, numbers: Sequence[int]) -> Sequence[Any]:
+        """Announce several payloads in one call; return a ticket for each."""
+        return [await self.hand_over(number) for number in numbers]
 
     @abstractmethod
     async def settled(self, ticket: Any) -> None:

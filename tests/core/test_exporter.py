@@ -143,7 +143,7 @@ def test_a_batch_is_published_wholly_or_not_at_all() -> None:
     refused(pair, one, two, to=[])
     huge = [(one, "a", features(UNIT), b"m" * 40_000, b"")] * 1
     huge += [(two, "b", features(UNIT), b"m" * 40_000, b"")]
-    with pytest.raises(ArgumentError, match="less metadata"):
+    with pytest.raises(ArgumentError, match="fewer owners"):
         pair.exporter.publish_batch(huge)
     assert pair.exporter.slots.states[one.slot] is SlotState.FILLING
     pair.publish(one, two)

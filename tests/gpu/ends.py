@@ -103,6 +103,28 @@ async def prompt_reader(consumer: asyncvmm.Consumer, device: torch.device) -> di
     return {"rounds": rounds, "wrong": int(wrong)}
 
 
+async def batch_reader(consumer: asyncvmm.Consumer, device: torch.device) -> dict[str, int]:
+    """Read each batch behind a long kernel on a side stream; release it as a whole at once.
+
+    With ``ASYNCVMM_TEST_PROMPT`` on the current stream and behind nothing.
+    """
+    prompt = bool(os.environ.get("ASYNCVMM_TEST_PROMPT"))
+    side = torch.cuda.current_stream(device) if prompt else torch.cuda.Stream(device)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    rounds = batches = 0
+    async for batch in consumer:
+        with torch.cuda.stream(side):
+            if not prompt:
+                torch.cuda._sleep(LONGER)
+            for owner in batch:
+                wrong += torch.ne(owner["x"], int(owner.key) % 251).sum()
+                rounds += 1
+        batch.release(stream=side)
+        batches += 1
+    torch.cuda.synchronize(device)
+    return {"rounds": rounds, "batches": batches, "wrong": int(wrong)}
+
+
 async def comparer(consumer: asyncvmm.Consumer, device: torch.device) -> dict[str, int]:
     """Compare every feature with what its metadata says, bit by bit, as views and as a clone."""
     wrong = right = 0
@@ -238,6 +260,7 @@ ROLES: dict[str, Callable[[asyncvmm.Consumer, torch.device], Awaitable[dict[str,
     for role in (
         late_reader,
         prompt_reader,
+        batch_reader,
         comparer,
         counter,
         holder,

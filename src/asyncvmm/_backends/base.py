@@ -132,8 +132,13 @@ class ConsumerRegion(Protocol):
     def wait_ready(self, slot: int, stream: int) -> None:
         """Make ``stream`` wait for the slot's ready event.  Never waits on the host."""
 
-    def record_release(self, slot: int, streams: Sequence[int]) -> bytes:
-        """Record the slot's release event behind all ``streams``.
+    def note_read(self, slot: int) -> None:
+        """Note that the slot's bytes are read behind a wait for another slot's event."""
+
+    def record_release(
+        self, slot: int, streams: Sequence[int], others: Sequence[int] = ()
+    ) -> bytes:
+        """Record the slot's release event behind all ``streams``; it stands for ``others``, too.
 
         Returns the event's handle if the exporter does not have it yet, else empty bytes.
         """

@@ -103,10 +103,17 @@ class CudaConsumerRegion:
         self._range.unordered.add(slot)
         found[1].wait(stream)
 
-    def record_release(self, slot: int, streams: Sequence[int]) -> bytes:
+    def note_read(self, slot: int) -> None:
+        """Note that the slot's bytes are read behind a wait for another slot's event."""
+        self._range.unordered.add(slot)
+
+    def record_release(
+        self, slot: int, streams: Sequence[int], others: Sequence[int] = ()
+    ) -> bytes:
         """Record the slot's release event behind all ``streams``: one driver call for one stream.
 
-        With several, the first waits for the others.  With none, nothing was read.
+        With several, the first waits for the others.  With none, nothing was read.  It stands
+        for the reads of the slots ``others``, too, which were on the same streams.
         """
         self._check()
         event = self._releases.get(slot) or self._make_release(slot)
@@ -116,7 +123,10 @@ class CudaConsumerRegion:
                 for other in set(streams[1:]) - {first}:
                     self._join(first, other)
             event.record(first)
-        self._range.unordered.discard(slot)
+        unordered = self._range.unordered
+        unordered.discard(slot)
+        if others:
+            unordered.difference_update(others)
         return self._not_given.pop(slot, b"")
 
     def _make_release(self, slot: int) -> Event:

@@ -234,7 +234,12 @@ class HostConsumerRegion:
     def wait_ready(self, slot: int, stream: int) -> None:
         """Do nothing: what was written is there."""
 
-    def record_release(self, slot: int, streams: Sequence[int]) -> bytes:
+    def note_read(self, slot: int) -> None:
+        """Do nothing: reads are over when they return."""
+
+    def record_release(
+        self, slot: int, streams: Sequence[int], others: Sequence[int] = ()
+    ) -> bytes:
         """Return empty bytes: what was read is over."""
         return b""
 

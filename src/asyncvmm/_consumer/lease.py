@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -30,6 +31,8 @@ class Keeper(Protocol):
 
     def say_done(self, lease: Lease, stream: object) -> None: ...
 
+    def say_all_done(self, leases: Sequence[Lease], stream: object) -> None: ...
+
     def force(self, lease: Lease) -> None: ...
 
     def drop(self, lease: Lease) -> None: ...
@@ -38,6 +41,15 @@ class Keeper(Protocol):
 
     def settle_later(self, lease: Lease) -> None:
         """Settle it soon; called from any thread, also from a finaliser."""
+
+
+class Readiness(msgspec.Struct, eq=False):
+    """When the owners of one batch are ready, all together."""
+
+    slot: int
+    """The slot whose ready event stands for them: that of the first of them."""
+    waited: tuple[int, ...] = ()
+    """Device streams that were made to wait for it."""
 
 
 class Lease(msgspec.Struct, eq=False):
@@ -49,6 +61,7 @@ class Lease(msgspec.Struct, eq=False):
 
     frame: OwnerFrame
     keeper: Keeper
+    ready: Readiness
     lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
     """Views may be taken, and "done" be said, in any thread."""
     offsets: list[int] | None = None
@@ -64,8 +77,6 @@ class Lease(msgspec.Struct, eq=False):
     """Why it was refused, if it was."""
     streams: tuple[int, ...] = ()
     """Device streams that read it."""
-    waited: tuple[int, ...] = ()
-    """Device streams that were made to wait for it."""
 
     @property
     def opened(self) -> bool:

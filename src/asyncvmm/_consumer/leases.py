@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from asyncvmm._backends.base import ConsumerRegion
-from asyncvmm._consumer.lease import Lease
+from asyncvmm._consumer.lease import Lease, Readiness
+from asyncvmm._consumer.ordering import Ordering
 from asyncvmm._consumer.pinned import Pinned
 from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._core.layout import feature_bytes, offsets
 from asyncvmm._core.ledger import PeerState
 from asyncvmm._core.wire import OwnerFrame
-from asyncvmm._errors import BackendError, PeerLostError, ReleasedError
+from asyncvmm._errors import BackendError, ReleasedError
 from asyncvmm._logs import Once, kind_of
 from asyncvmm._tensors import DevicePort
 
@@ -62,14 +63,16 @@ class Leases:
         self._lingering: Callable[[Lease], None] | None = None
         self._lanes: dict[tuple[int, ...], int] = {}
         self.pinned = Pinned(self.live, loop)
-        self._unopened: dict[int, bytes] = {}  # ready events that the driver refused, by slot
+        ordering = Ordering(core, region, port, self._once)
+        self._order, self.open_ready = ordering.order, ordering.open_ready
 
     def lease(self, frames: Sequence[OwnerFrame]) -> list[Lease]:
         """Begin leases of a batch that was just taken."""
         found = []
         live = self.live
+        ready = Readiness(frames[0].slot)
         for frame in frames:
-            lease = live[frame.slot] = Lease(frame, self)
+            lease = live[frame.slot] = Lease(frame, self, ready)
             found.append(lease)
         return found
 
@@ -114,38 +117,6 @@ class Leases:
             )
         return holder
 
-    def _order(self, lease: Lease) -> None:
-        """Make the current stream wait for the owner's own ready event (inv. 8)."""
-        stream = self._port.current_stream()
-        if stream not in lease.waited:
-            if self._core.state is PeerState.CLOSED:
-                raise PeerLostError(
-                    f"the exporter is gone, so nobody knows whether owner {lease.frame.key!r} "
-                    f"was ever completely written; it was not read before",
-                    peer="exporter",
-                )
-            if self._unopened:
-                self._open_again(lease.frame.slot)
-            self._region.wait_ready(lease.frame.slot, stream)
-            lease.waited += (stream,)
-            lease.add_stream(stream)
-
-    def open_ready(self, slot: int, handle: bytes) -> None:
-        """Open a slot's ready event; if the driver refuses, whoever asks for a view is told."""
-        try:
-            self._region.open_ready(slot, handle)
-        except BackendError as error:
-            self._once.warning(
-                kind_of(error), "the event of slot %d is opened when needed: %s", slot, error
-            )
-            self._unopened[slot] = handle
-
-    def _open_again(self, slot: int) -> None:
-        handle = self._unopened.get(slot)
-        if handle is not None:
-            self._region.open_ready(slot, handle)
-            del self._unopened[slot]
-
     def record_stream(self, lease: Lease, stream: object) -> None:
         """Have the release wait for this stream too."""
         lease.add_stream(self._port.stream_of(stream))
@@ -164,6 +135,24 @@ class Leases:
             self._pump()
         else:
             self.settle_later(lease)
+
+    def say_all_done(self, leases: Sequence[Lease], stream: object) -> None:
+        """Its user is done with several: those read on the same streams share one event."""
+        if threading.get_ident() != self._thread or self._lingering is not None:
+            for lease in leases:
+                self.say_done(lease, stream)
+            return
+        alike: dict[tuple[int, ...], list[Lease]] = {}
+        for lease in leases:
+            if stream is not None:
+                self.record_stream(lease, stream)
+            if lease.say_done():
+                alike.setdefault(lease.streams, []).append(lease)
+            else:
+                self.pinned.note(here=True)
+        for group in alike.values():
+            self._settle(*group)
+        self._pump()
 
     def put_back(self, lease: Lease) -> None:
         """Have the exporter take back an owner that a ticket was redeemed for, as unread."""
@@ -216,18 +205,19 @@ class Leases:
             self._settle(self._queue.popleft())
         self._pump()
 
-    def _settle(self, lease: Lease) -> None:
-        """Tell the exporter, exactly once (inv. 6)."""
+    def _settle(self, lease: Lease, *others: Lease) -> None:
+        """Tell the exporter, exactly once (inv. 6); ``others`` were read on the same streams."""
         if lease.done:
             return
         frame = lease.frame
         handle, lane = b"", 0
         heard = self._core.state is not PeerState.CLOSED or self._core.resumable
         if lease.streams and not lease.reason and heard:
+            slots = [other.frame.slot for other in others] if others else ()
             try:
-                handle = self._region.record_release(frame.slot, lease.streams)
+                handle = self._region.record_release(frame.slot, lease.streams, slots)
             except BackendError as error:
-                self._put_off(lease, error)
+                self._put_off((lease, *others), error)
                 return
             lane = self.lane(lease.streams)
         lease.done = True
@@ -236,11 +226,16 @@ class Leases:
             self._core.refuse(frame, lease.reason)
         else:
             self._core.release(frame, handle, lane)
+        for other in others:
+            other.done = True
+            del self.live[other.frame.slot]
+            self._core.release(other.frame, b"", lane, frame.slot if lane else -1)
 
-    def _put_off(self, lease: Lease, error: BackendError) -> None:
+    def _put_off(self, leases: Sequence[Lease], error: BackendError) -> None:
         """Try again soon: without its event a release frees bytes that may be read (inv. 4)."""
-        self._once.warning(kind_of(error), "owner %r is released later: %s", lease.frame.key, error)
-        self._queue.append(lease)
+        key = leases[0].frame.key
+        self._once.warning(kind_of(error), "owner %r is released later: %s", key, error)
+        self._queue.extend(leases)
         if not self._due:
             self._due = True
             self._loop.call_later(AGAIN_SECONDS, self._sweep)

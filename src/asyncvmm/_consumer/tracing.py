@@ -53,8 +53,10 @@ class TracedCore(ConsumerCore):
             self._timeline.mark(owner.slot, "in hand")
         return owners
 
-    def release(self, owner: wire.OwnerFrame, handle: bytes = b"", lane: int = 0) -> None:
-        super().release(owner, handle, lane)
+    def release(
+        self, owner: wire.OwnerFrame, handle: bytes = b"", lane: int = 0, event: int = -1
+    ) -> None:
+        super().release(owner, handle, lane, event)
         self._end(owner, "released")
 
     def refuse(self, owner: wire.OwnerFrame, reason: str) -> None:
@@ -87,11 +89,21 @@ class TracedCore(ConsumerCore):
 
 def follow(leases: Leases, timeline: Timeline) -> None:
     """Note also which owners are released while a view of them is alive."""
-    say_done = leases.say_done
+    say_done, say_all_done = leases.say_done, leases.say_all_done
 
     def noted(lease: Lease, stream: object) -> None:
         say_done(lease, stream)
-        if not lease.done:
-            timeline.mark(lease.frame.slot, "viewed")
+        note((lease,))
 
-    leases.say_done = noted  # type: ignore[method-assign]  # a wrapper costs nothing when off
+    def all_noted(leases: Sequence[Lease], stream: object) -> None:
+        say_all_done(leases, stream)
+        note(leases)
+
+    def note(several: Sequence[Lease]) -> None:
+        for lease in several:
+            if not lease.done:
+                timeline.mark(lease.frame.slot, "viewed")
+
+    # Wrappers cost nothing when off.
+    leases.say_done = noted  # type: ignore[method-assign]  # see above
+    leases.say_all_done = all_noted  # type: ignore[method-assign]  # see above

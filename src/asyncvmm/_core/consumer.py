@@ -116,11 +116,16 @@ class ConsumerCore(Checking):
             self.outgoing.append(wire.encode(wire.Take(first.slot, first.generation)))
         return owners
 
-    def release(self, owner: wire.OwnerFrame, handle: bytes = b"", lane: int = 0) -> None:
-        """Say that an owner is done with; exactly once (inv. 6)."""
+    def release(
+        self, owner: wire.OwnerFrame, handle: bytes = b"", lane: int = 0, event: int = -1
+    ) -> None:
+        """Say that an owner is done with; exactly once (inv. 6).
+
+        ``event`` is the slot whose event stands for its reads, if that is not its own.
+        """
         self._settle(owner)
         self.released += 1
-        self._say(owner, wire.Release(owner.slot, owner.generation, handle, lane))
+        self._say(owner, wire.Release(owner.slot, owner.generation, handle, lane, event))
 
     def refuse(self, owner: wire.OwnerFrame, reason: str) -> None:
         """Say that an owner was never used, and why; exactly once (inv. 6)."""

@@ -18,7 +18,7 @@ from asyncvmm._core.ledger import ANYBODY, BatchRecord, Peer, PeerState, Record
 from asyncvmm._core.routing import Competitors, Ranks, To
 from asyncvmm._core.slots import FILLING, HELD
 from asyncvmm._core.ticketing import Ticketing
-from asyncvmm._errors import ArgumentError, ClosedError, LocalProtocolError
+from asyncvmm._errors import ClosedError, LocalProtocolError
 from asyncvmm._types import Broadcast, Key, Route
 
 CONNECTING, OPEN, CLOSING, CLOSED = PeerState
@@ -72,10 +72,8 @@ class ExporterCore(Ticketing):
         """Publish owners that become ready together; all or nothing."""
         ranks = self._everybody if to is None else self.route.targets(to)
         records = [owner[0] for owner in owners]
-        if not records:
-            raise ArgumentError("a batch needs at least one owner; got none")
-        if len(set(records)) != len(records):
-            raise LocalProtocolError(f"an owner is twice in one batch: {records!r}")
+        if not records or len({*records}) < len(records):
+            raise LocalProtocolError(f"a batch is of owners, each once, not of {records!r}")
         self._publish(records, [self._describe(*owner) for owner in owners], ranks)
 
     def _describe(
@@ -202,6 +200,8 @@ class ExporterCore(Ticketing):
                 self.tally.released += 1
                 record.released += (peer.member,)
                 record.released_by += ((peer.id, message.lane),)
+                if message.event >= 0:
+                    record.release_slots = (record.release_slots or {}) | {peer.id: message.event}
                 self._let_go(peer, record)
             elif isinstance(message, wire.Take):
                 self._taken(peer, record)

@@ -54,13 +54,17 @@ class Record(msgspec.Struct, eq=False):
     proof: bytes = b""
     """What they must show; empty from its cancellation on."""
     ready: bytes = b""
-    """The slot's ready event, for peers that have not seen it."""
+    """The slot's ready event, for peers that have not seen it; empty if another's stands for it."""
+    ready_slot: int = -1
+    """The slot whose ready event stands for it, of the first owner written with it; -1: its own."""
     holders: set[int] = msgspec.field(default_factory=set)
     """Peer ids."""
     waiting: frozenset[Key] = NOBODY
     released: tuple[Key, ...] = ()
     released_by: tuple[tuple[int, int], ...] = ()
     """(peer id, lane) of each release whose event is a fence; none of a dead process."""
+    release_slots: dict[int, int] | None = None
+    """Peer id -> slot whose release event stands for its reads, where that is not its own."""
     refused: tuple[tuple[Key, str], ...] = ()
     lost: tuple[Key, ...] = ()
     acknowledgement: object = None

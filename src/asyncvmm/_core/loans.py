@@ -7,6 +7,7 @@ either its slot drains, and is free when nothing touches its bytes any more (inv
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from asyncvmm._core.allocator import Allocator
 from asyncvmm._core.ledger import Record
@@ -47,6 +48,16 @@ class Loans:
         slot = slots.take()
         record = self.records[slot] = Record(slot, slots.generations[slot], start, nbytes)
         return record
+
+    def reserve_all(self, sizes: Sequence[int]) -> list[Record] | None:
+        """Take a slot and a chunk for each, or return None and change nothing."""
+        if self.slots.free < len(sizes):
+            return None
+        if self.bytes.largest_gap < sum(sizes) and not self.bytes.fits(sizes):
+            return None
+        found = [self.reserve(nbytes) for nbytes in sizes]
+        assert None not in found, "there is room for all in one gap, or fits() promised it"
+        return cast("list[Record]", found)
 
     def abandon(self, record: Record) -> None:
         """End a loan unpublished (inv. 3); the device may still be writing, so it drains."""

@@ -3,8 +3,7 @@
 A packet is one MessagePack array of messages; a message is an array that begins with its tag.
 The packets of the handshake (Hello, Welcome or Rejected, Attached), and those of observers, carry
 four magic bytes and the version before that, so that two ends of different versions can still say
-so.  Every field is
-typed and bounded here; what a field may *name* is checked by the cores.
+so.  Every field is typed and bounded here; what a field may *name* is checked by the cores.
 
 This module does not know which side it is on.
 """
@@ -30,7 +29,7 @@ from asyncvmm._core.ticket_messages import Waive as Waive
 from asyncvmm._errors import ArgumentError, RemoteProtocolError, VersionMismatchError
 from asyncvmm._types import RegionInfo, SegmentInfo
 
-VERSION = 1
+VERSION = 2
 """Raised whenever an older release could misread a packet."""
 
 MAGIC = b"AVMM"
@@ -135,7 +134,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, tag=6):
 
 
 class Deliver(msgspec.Struct, array_like=True, frozen=True, tag=7):
-    """Exporter: one batch."""
+    """Exporter: one batch, which is ready once the event of its first owner's slot is."""
 
     owners: Annotated[list[OwnerFrame], Meta(min_length=1)]
 
@@ -162,6 +161,8 @@ class Release(msgspec.Struct, array_like=True, frozen=True, tag=9, gc=False):
     """The slot's release event, the first time only."""
     lane: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Releases of one lane were recorded on one stream, so their events finish in order."""
+    event: Annotated[int, Meta(ge=-1, le=2**62)] = -1
+    """The slot whose event it is, if that is another's: of an owner released together with this."""
 
 
 class Refuse(msgspec.Struct, array_like=True, frozen=True, tag=10, gc=False):
@@ -237,8 +238,8 @@ def encode(message: Message | str | int) -> bytes:
         ) from None
     if len(data) > MESSAGE_LIMIT:
         raise ArgumentError(
-            f"the message that describes the owner takes {len(data):,} bytes, but at most "
-            f"{MESSAGE_LIMIT:,} fit a packet; send fewer features or less metadata per owner"
+            f"the description takes {len(data):,} bytes, but at most {MESSAGE_LIMIT:,} fit a "
+            f"packet; send fewer features or less metadata per owner, or fewer owners at once"
         )
     return data
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,17 +27,21 @@ class Copier:
         self._draining = draining
         self._executor: ThreadPoolExecutor | None = None
 
-    async def copy(self, slot: int, address: int, plan: Plan, stream: int) -> None:
-        """Copy a plan's tensors to ``address``; raises what the copy raised."""
+    async def copy(
+        self, slots: Sequence[int], plans: Sequence[tuple[int, Plan]], stream: int
+    ) -> None:
+        """Copy plans' tensors to their addresses, in these slots; raises what the copy raised."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(self._port.copy_threads, "asyncvmm-copy")
-        copy = begin(partial(self._port.copy_in, address, plan, stream), self._executor)
-        self._draining.copying[slot] = copy
+        copying = self._draining.copying
+        copy = begin(partial(self._port.copy_all, plans, stream), self._executor)
+        copying.update(dict.fromkeys(slots, copy))
         try:
             await asyncio.shield(copy)
         finally:
             if copy.done():
-                del self._draining.copying[slot]
+                for slot in slots:
+                    copying.pop(slot, None)
 
     async def close(self) -> None:
         """Wait for the copies that run."""

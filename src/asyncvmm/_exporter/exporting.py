@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
 from asyncvmm._core.ledger import Record
 from asyncvmm._core.routing import To
-from asyncvmm._errors import ArgumentError, ForkError
+from asyncvmm._errors import ForkError
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
-from asyncvmm._exporter.lending import Lending
+from asyncvmm._exporter.several import Several, one_each
 from asyncvmm._exporter.terms import Terms
 from asyncvmm._io.threads import in_thread
 from asyncvmm._ticket import PROOF_BYTES, OwnerTicket, Ticket, Tickets, check_owner
@@ -28,7 +27,7 @@ Exported: TypeAlias = Tickets[Acknowledgement]
 """Tickets by name of feature, with the acknowledgement of their owner."""
 
 
-class Exporting(Lending):
+class Exporting(Several):
     """The part of an exporter that makes tickets; see :class:`asyncvmm.Exporter`."""
 
     async def export(
@@ -91,13 +90,13 @@ class Exporting(Lending):
         does, and ArgumentError if the pool can never hold them all.  Where one fails, or on
         cancellation, those that were exported are cancelled.
         """
-        if keys and len(keys) != len(owners):
-            raise ArgumentError(f"{len(keys)} keys were given for {len(owners)} owners")
         plans = []
-        for features, key in zip(owners, keys or (None,) * len(owners), strict=True):
-            plans.append(self._provable(features, key, None, to, require))
+        for features, key in zip(owners, one_each("keys", keys, len(owners)), strict=True):
+            plan, terms = self._provable(features, key, None, to, require)
+            to = terms.to  # which can be read once more, whatever was given
+            plans.append((plan, terms))
         number = self._stream(stream)
-        loans = await self._acquire_all([plan.nbytes for plan, _ in plans])
+        loans = deque(await self._acquire_all([plan.nbytes for plan, _ in plans]))
         exported: list[Exported] = []
         try:
             for plan, terms in plans:
@@ -121,26 +120,6 @@ class Exporting(Lending):
         plan = self._plan_tensors(features)
         terms = self._terms(plan.nbytes, key, metadata, to, require)
         return plan, msgspec.structs.replace(terms, proof=os.urandom(PROOF_BYTES))
-
-    async def _acquire_all(self, sizes: Sequence[int]) -> deque[Record]:
-        self._guard()
-        if not sizes:
-            return deque()  # a request of nothing but text waits for nobody
-        total, most, slots = sum(sizes), self._elastic.max_pool_bytes, len(self._core.slots.states)
-        if total > most or len(sizes) > slots:
-            raise ArgumentError(
-                f"{len(sizes)} owners of {total:,} bytes can never be out together: the pool has "
-                f"{slots} slots and at most {most:,} bytes; export fewer at a time"
-            )
-        fit = partial(self._core.fit, sizes)
-        if self._queue or not fit():
-            await self._room.turn(total, fit)
-        loans: deque[Record] = deque()
-        for nbytes in sizes:
-            record = self._core.reserve(nbytes)
-            assert record is not None, "fit() promised it and nothing ran in between"
-            loans.append(record)
-        return loans
 
     async def _export(self, record: Record, plan: Plan, terms: Terms, stream: int) -> Exported:
         if self._copies_slowly(plan):

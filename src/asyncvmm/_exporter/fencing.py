@@ -32,6 +32,11 @@ Lane: TypeAlias = tuple[int, int]
 Of our own, which are recorded in one order and released in another, each slot is its own lane."""
 
 
+def ready_slot(record: Record) -> int:
+    """Return the slot whose ready event stands for the end of the writes to a record's bytes."""
+    return record.slot if record.ready_slot < 0 else record.ready_slot
+
+
 class Fencing:
     """The events of one exporter's slots: its own, and those of its consumers."""
 
@@ -48,6 +53,18 @@ class Fencing:
         """Have a slot's ready event made before its bytes are written."""
         if slot not in self._written:
             self._region.ready_handle(slot)
+
+    def prepare_all(self, records: Sequence[Record]) -> None:
+        """Have one event made for records that are written together: that of the first's slot.
+
+        The slot may be free, and its event recorded again, before another of them is: whoever
+        then waits for that waits longer than it must, and never too short, because the slot is
+        free only once what was written with it is.
+        """
+        first = records[0].slot
+        for record in records:
+            record.ready_slot = first
+        self.prepare(first)
 
     def record(self, slot: int, stream: int) -> bytes:
         """Record a slot's ready event on the stream that writes it; return its handle."""
@@ -102,21 +119,30 @@ class Fencing:
 
     def lanes(self, record: Record) -> Sequence[Lane]:
         """Return the lanes in which something has to be done before the bytes are nobody's."""
-        slot, given, lanes = record.slot, self._given, record.released_by
+        slot, given, lanes, shared = (
+            record.slot,
+            self._given,
+            record.released_by,
+            record.release_slots,
+        )
         for peer, lane in lanes:
-            if not lane or (peer, slot) not in given:
-                lanes = self._with_events(slot, lanes)
+            at = slot if shared is None else shared.get(peer, slot)
+            if not lane or (peer, at) not in given:
+                lanes = self._with_events(record)
                 break
         if not lanes or len(self._streams) > 1:
+            slot = ready_slot(record)
             late = self._late_fence(READY, slot) if self._late else None
             if late or self._region.ready_fence(slot) is not None:
                 return (*lanes, (READY, slot))
         return lanes
 
-    def _with_events(self, slot: int, lanes: tuple[Lane, ...]) -> tuple[Lane, ...]:
+    def _with_events(self, record: Record) -> tuple[Lane, ...]:
         """Leave out the releases of those who read nothing, and of those who gave no event."""
         found = []
-        for peer, lane in lanes:
+        shared = record.release_slots or {}
+        for peer, lane in record.released_by:
+            slot = shared.get(peer, record.slot)
             if (peer, slot) in self._given:
                 found += [(peer, lane)] if lane else []
             elif lane and peer not in self._dead:
@@ -129,6 +155,10 @@ class Fencing:
     def fence(self, lane: Lane, record: Record) -> Fence | None:
         """Return what a record waits for in one of its lanes; None if that is surely done."""
         peer, slot = lane[0], record.slot
+        if peer == READY:
+            slot = ready_slot(record)
+        elif record.release_slots is not None:
+            slot = record.release_slots.get(peer, slot)
         late = self._late_fence(peer, slot) if self._late else None
         if late is not None:
             return late

@@ -21,7 +21,7 @@ from asyncvmm._exporter.copier import Copier
 from asyncvmm._exporter.draining import Draining
 from asyncvmm._exporter.elastic import Elastic
 from asyncvmm._exporter.explaining import Telling, explain
-from asyncvmm._exporter.fencing import Fencing
+from asyncvmm._exporter.fencing import Fencing, ready_slot
 from asyncvmm._exporter.reporting import Counters
 from asyncvmm._exporter.room import Room
 from asyncvmm._exporter.terms import PLAIN, Terms, make_terms
@@ -153,7 +153,8 @@ class Lending(Single):
     ) -> Acknowledgement:
         try:
             self._prepare(record)
-            await self._copier.copy(record.slot, self._address + record.start, plan, stream)
+            place = (self._address + record.start, plan)
+            await self._copier.copy((record.slot,), (place,), stream)
             ack = self._publish(record, plan.layout, terms, stream)
         except BaseException:
             self._abandon(record, stream)
@@ -196,7 +197,7 @@ class Lending(Single):
         if self._forked or self._ended:
             return  # the pool is gone, and the loan with it
         if self._fenced:
-            self._fencing.record_end(record.slot, stream)
+            self._fencing.record_end(ready_slot(record), stream)
         self._core.abandon(record)
         self._pump()
 

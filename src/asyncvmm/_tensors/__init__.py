@@ -71,8 +71,14 @@ class DevicePort(Protocol):
     def copies_slowly(self, plan: Plan) -> bool:
         """Say whether copying the plan in would keep the loop too long."""
 
+    def copy_all_slowly(self, plans: Sequence[Plan]) -> bool:
+        """Say the same of several plans together."""
+
     def copy_in(self, address: int, plan: Plan, stream: int) -> None:
         """Copy (or queue on ``stream`` the copy of) every feature to its place."""
+
+    def copy_all(self, plans: Sequence[tuple[int, Plan]], stream: int) -> None:
+        """Do the same for several plans, each with its address, in as few launches as may be."""
 
     def holder(self, address: int, nbytes: int, keepalive: object) -> object:
         """Return an object that is alive while any view of these bytes is."""

@@ -22,17 +22,17 @@ import torch
 from asyncvmm._backends import driver
 from asyncvmm._backends.base import ConsumerRegion, ExporterRegion
 from asyncvmm._backends.cuda import CudaConsumerRegion, CudaExporterRegion
-from asyncvmm._backends.driver import copy
 from asyncvmm._core.wire import Feature
-from asyncvmm._errors import ArgumentError, BackendError
+from asyncvmm._errors import ArgumentError
 from asyncvmm._tensors.host import split
+from asyncvmm._tensors.launches import Launches
 from asyncvmm._tensors.plan import (
     TORCH_DTYPES,
+    Layout,
     Plan,
     Tensor,
     plan_specs,
     plan_tensors,
-    refuse_source,
 )
 from asyncvmm._types import RegionInfo, is_int
 
@@ -97,6 +97,7 @@ class CudaPort:
         # 0.1 us against 3.5 us for torch.cuda.current_stream(); Triton relies on it as well.
         self._raw_stream = torch._C._cuda_getCurrentRawStream
         self._current_device = torch._C._cuda_getDevice
+        self._launches = Launches(self._device, self._streams, self._stream, self._views)
         # Makes the primary context, so the driver has one.  The first record_stream of a process
         # takes 17 ms (H200, torch 2.11); here it is in a worker thread, not in the first send.
         torch.zeros(1, device=self._device).record_stream(self._stream(self.current_stream()))
@@ -147,66 +148,27 @@ class CudaPort:
             for source, size in zip(plan.tensors, plan.layout.sizes, strict=True)
         )
 
-    def copy_in(self, address: int, plan: Plan, stream: int) -> None:
-        """Queue the copies on ``stream``, each as one driver call where it can be.
+    def copy_all_slowly(self, plans: Sequence[Plan]) -> bool:
+        """Say whether any of these has a large source in pageable host memory."""
+        return any(map(self.copies_slowly, plans))
 
-        A contiguous source on the pool's GPU is copied by its address: 3 us, against 40 us for a
-        view of the pool and torch's own copy of it.  All others are torch's, several of one
-        dtype in one launch.
-        """
+    def copy_in(self, address: int, plan: Plan, stream: int) -> None:
+        """Queue the copies on ``stream``."""
+        self.copy_all(((address, plan),), stream)
+
+    def copy_all(self, plans: Sequence[tuple[int, Plan]], stream: int) -> None:
+        """Queue the copies of several plans, each to its address, on ``stream``."""
         if self._current_device() != self._index or stream != self._raw_stream(self._index):
             with self.using(stream):
-                self._copy_in(address, plan, stream)
+                self._launches.queue(plans, stream)
         else:
-            self._copy_in(address, plan, stream)
+            self._launches.queue(plans, stream)
 
-    def _copy_in(self, address: int, plan: Plan, stream: int) -> None:
-        layout, tensors = plan.layout, plan.tensors
-        chosen = self._streams.get(stream) or self._stream(stream)
-        here = layout.device == self._device
-        others: list[tuple[int, Tensor]] = []
-        for number, offset, size in layout.places:
-            source = tensors[number]
-            if not here and source.is_cpu:
-                others.append((number, source))
-                continue
-            if not here and source.device != self._device:
-                # Another GPU has no access to the pool, only to this GPU's ordinary memory.
-                source = source.detach().to(self._device, non_blocking=True)
-            else:
-                source.record_stream(chosen)
-            start = source.data_ptr()
-            if not start or source.nbytes != size:
-                refuse_source(layout.features[number].name, source, size)
-            if source.is_contiguous() and not source.is_conj() and not source.is_neg():
-                try:
-                    copy(address + offset, start, size, stream)
-                    continue
-                except BackendError as error:
-                    if error.code != "CUDA_ERROR_INVALID_CONTEXT":
-                        raise
-                    # This thread has never used CUDA; torch's copy makes the context its own.
-            others.append((number, source))
-        if others:
-            self._copy_others(address, plan, others)
-
-    def _copy_others(self, address: int, plan: Plan, others: Sequence[tuple[int, Tensor]]) -> None:
-        """Have torch copy what is strided, conjugated, or in host memory."""
-        chunk = _Chunk(address, plan.nbytes, None)
-        groups: dict[tuple[object, object], tuple[list[Tensor], list[Tensor]]] = {}
-        layout = plan.layout
-        for number, tensor in others:
-            source = tensor.detach()
-            target = self.view(chunk, layout.offsets[number], layout.features[number])
-            targets, sources = groups.setdefault((source.dtype, source.device), ([], []))
-            targets.append(target)
-            sources.append(source)
-        for (_, where), (targets, sources) in groups.items():
-            if len(targets) > 1 and where == self._device:
-                torch._foreach_copy_(targets, sources, non_blocking=True)
-                continue
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+    def _views(self, address: int, layout: Layout) -> list[Tensor]:
+        """Return tensors over the features of a chunk; they keep nothing alive."""
+        chunk = _Chunk(address, layout.nbytes, None)
+        places = zip(layout.offsets, layout.features, strict=True)
+        return [self.view(chunk, offset, feature) for offset, feature in places]
 
     def holder(self, address: int, nbytes: int, keepalive: object) -> object:
         """Return the chunk's bytes as an object that every view of them holds."""

@@ -100,6 +100,17 @@ class HostPort:
         """Say whether the copy should leave the loop."""
         return plan.nbytes >= OFFLOAD_BYTES or plan.layout.device != _CPU
 
+    def copy_all_slowly(self, plans: Sequence[Plan]) -> bool:
+        """Say whether the copies together should leave the loop."""
+        return sum(plan.nbytes for plan in plans) >= OFFLOAD_BYTES or any(
+            plan.layout.device != _CPU for plan in plans
+        )
+
+    def copy_all(self, plans: Sequence[tuple[int, Plan]], stream: int) -> None:
+        """Copy every feature of several plans; done when it returns."""
+        for address, plan in plans:
+            self.copy_in(address, plan, stream)
+
     def copy_in(self, address: int, plan: Plan, stream: int) -> None:
         """Copy every feature to its place; done when it returns."""
         layout, tensors = plan.layout, plan.tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -92,6 +92,51 @@ class Exporter(Exporting):
             stream=self._number(stream),
         )
         return Acknowledgement(self, self._run(send))
+
+    def send_all(
+        self,
+        owners: Sequence[Mapping[str, Tensor]],
+        *,
+        keys: Sequence[Key | None] = (),
+        metadata: Sequence[object] = (),
+        to: To = None,
+        require: Require = "all",
+        stream: object = None,
+        timeout: float | None = None,
+    ) -> list[Acknowledgement]:
+        """Send several owners as one batch, or none; see :meth:`asyncvmm.Exporter.send_all`."""
+        send = partial(
+            self._exporter.send_all,
+            owners,
+            keys=keys,
+            metadata=metadata,
+            to=to,
+            require=require,
+            stream=self._number(stream),
+        )
+        return [Acknowledgement(self, ack) for ack in self._run(send, timeout, ROOM)]
+
+    def send_all_nowait(
+        self,
+        owners: Sequence[Mapping[str, Tensor]],
+        *,
+        keys: Sequence[Key | None] = (),
+        metadata: Sequence[object] = (),
+        to: To = None,
+        require: Require = "all",
+        stream: object = None,
+    ) -> list[Acknowledgement]:
+        """Do as ``send_all``, but raise WouldBlock instead of waiting until all fit."""
+        send = partial(
+            self._exporter.send_all_nowait,
+            owners,
+            keys=keys,
+            metadata=metadata,
+            to=to,
+            require=require,
+            stream=self._number(stream),
+        )
+        return [Acknowledgement(self, ack) for ack in self._run(send)]
 
     def reserve(
         self,

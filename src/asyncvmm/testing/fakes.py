@@ -164,7 +164,9 @@ class HandDrivenConsumerRegion(HostConsumerRegion):
             raise LocalProtocolError(f"slot {slot} is to be waited for, its event never came")
         self.gpu.waits.append((slot, stream))
 
-    def record_release(self, slot: int, streams: Sequence[int]) -> bytes:
+    def record_release(
+        self, slot: int, streams: Sequence[int], others: Sequence[int] = ()
+    ) -> bytes:
         """Note the slot's release event; its name goes out with the first one."""
         first = slot not in self._names
         if first:
