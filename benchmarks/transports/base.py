@@ -25,7 +25,7 @@ class Producer(ABC):
     fallbacks = 0
     """Hand-offs that did not go the way the transport promises."""
 
-    together: ClassVar[int] = 1
+    together = 1
     """How many it hands over in one call, if so many may be in flight."""
 
     def __init__(self, setting: Setting, contents: Contents, shared: Any) -> None:

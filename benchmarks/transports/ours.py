@@ -74,10 +74,14 @@ class SendProducer(Producer):
 
 
 class SendAllProducer(SendProducer):
-    """Hand-offs by ``send_all``, up to 16 in one batch."""
+    """Hand-offs by ``send_all``: 16 features, or one owner, in a batch.
 
-    together = 16
-    """As many as one packet takes when they are sent one by one."""
+    As many as one packet takes of owners with one feature when they are sent one by one.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.together = max(1, 16 // self.setting.payload.count)
 
     async def hand_over_all(self, numbers: Sequence[int]) -> Sequence[Any]:
         mapping = self.contents.mapping

@@ -75,9 +75,10 @@ def _(patch: Patch) -> None:
 
 @mutant("the bytes of a freed slot are not returned", BroadcastMachine)
 def _(patch: Patch) -> None:
-    def drained(loans: Loans, record: Record) -> None:
-        loans.slots.move(record.slot, FREE)
-        del loans.records[record.slot]
+    def drained(loans: Loans, *records: Record) -> None:
+        for record in records:
+            loans.slots.move(record.slot, FREE)
+            del loans.records[record.slot]
 
     patch.setattr(Loans, "drained", drained)
 

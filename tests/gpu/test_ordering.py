@@ -157,6 +157,7 @@ async def captures_beside_pending(most: int) -> tuple[int, int]:
         await asyncio.to_thread(thread.join)
         if failed:
             process.kill()  # who cannot be asked about its fences keeps its slots until its death
+            process.communicate()
     if not failed:
         assert ends.result(process) == {"done": 1}
     return len(done), len(failed)

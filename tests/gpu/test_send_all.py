@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 
 import pytest
@@ -14,11 +15,41 @@ from tests.gpu import ends
 from tests.gpu.test_handoff import SKIPPED, bits, random
 from tests.gpu.test_ordering import devices
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
 
 TOGETHER = 8
 NBYTES = 1 << 18
 BATCHES = 125
+
+
+def signalling(dtype: torch.dtype) -> torch.Tensor:
+    """Return signalling NaNs of a dtype: arithmetic, and so a copy by way of it, changes them."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    quiet = {torch.float16: 9, torch.bfloat16: 6, torch.float32: 22, torch.float64: 51}[dtype]
+    infinite = torch.tensor([math.inf, -math.inf], dtype=dtype).view(whole)
+    return torch.cat([infinite + 1, infinite + (1 << (quiet - 1))]).view(dtype).to("cuda:0")
+
+
+@pytest.mark.parametrize("consumer", devices())
+async def test_signalling_nans_sent_together_arrive_bit_exact(consumer: str) -> None:
+    """Kills a launch that copies 16-bit floats by way of 32-bit ones, as torch's own does."""
+    name = f"gpu-{uuid.uuid4().hex}"
+    process = ends.start("comparer", name, consumer, 0)
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    owners = [{f"{dtype}": signalling(dtype) for dtype in dtypes} for _ in range(3)]
+    expected = [{name: bits(tensor) for name, tensor in each.items()} for each in owners]
+    async with asyncvmm.open_exporter(
+        name, device="cuda:0", pool_bytes="1MiB", slots=4, close_timeout=60
+    ) as exporter:
+        await exporter.send_all(owners, metadata=expected)
+        await exporter.send(owners[0], metadata=expected[0])
+        await exporter.drain()
+    assert ends.result(process) == {"right": 16, "wrong": 0}
 
 
 @pytest.mark.parametrize("consumer", devices())

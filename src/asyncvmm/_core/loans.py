@@ -7,7 +7,6 @@ either its slot drains, and is free when nothing touches its bytes any more (inv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from asyncvmm._core.allocator import Allocator
 from asyncvmm._core.ledger import Record
@@ -50,28 +49,52 @@ class Loans:
         return record
 
     def reserve_all(self, sizes: Sequence[int]) -> list[Record] | None:
-        """Take a slot and a chunk for each, or return None and change nothing."""
-        if self.slots.free < len(sizes):
+        """Take a slot and a chunk for each, or return None and change nothing.
+
+        Side by side where a gap holds them all, so that they can be given back in one piece.
+        """
+        slots = self.slots
+        if slots.free < len(sizes):
             return None
-        if self.bytes.largest_gap < sum(sizes) and not self.bytes.fits(sizes):
+        start = self.bytes.allocate(sum(sizes))
+        if start is None and not self.bytes.fits(sizes):
             return None
-        found = [self.reserve(nbytes) for nbytes in sizes]
-        assert None not in found, "there is room for all in one gap, or fits() promised it"
-        return cast("list[Record]", found)
+        found = []
+        for nbytes in sizes:
+            at = self.bytes.allocate(nbytes) if start is None else start
+            assert at is not None, "fits() promised it"
+            slot = slots.take()
+            record = self.records[slot] = Record(slot, slots.generations[slot], at, nbytes)
+            found.append(record)
+            start = None if start is None else start + nbytes
+        return found
 
     def abandon(self, record: Record) -> None:
         """End a loan unpublished (inv. 3); the device may still be writing, so it drains."""
         self._check_loan(record)
         self._drain(record)
 
-    def drained(self, record: Record) -> None:
-        """Free a slot and its bytes: every fence of what touched them is done (inv. 4)."""
-        slot = record.slot
-        if self.records.get(slot) is not record:
-            self._check_use(record)
-        self.slots.move(slot, FREE)
-        del self.records[slot]
-        self.bytes.free(record.start, record.nbytes)
+    def drained(self, *records: Record) -> None:
+        """Free slots and their bytes: every fence of what touched them is done (inv. 4).
+
+        Neighbours in the pool that come one after the other are given back in one piece.
+        """
+        start = end = 0
+        try:
+            for record in records:
+                slot = record.slot
+                if self.records.get(slot) is not record:
+                    self._check_use(record)
+                self.slots.move(slot, FREE)
+                del self.records[slot]
+                if record.start != end:
+                    if start < end:
+                        self.bytes.free(start, end - start)
+                    start = end = record.start
+                end += record.nbytes
+        finally:
+            if start < end:
+                self.bytes.free(start, end - start)
 
     def _drain(self, record: Record) -> None:
         self.slots.move(record.slot, DRAINING)

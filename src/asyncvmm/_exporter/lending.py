@@ -244,11 +244,12 @@ class Lending(Single):
 
     def _freed(self, records: Sequence[Record]) -> None:
         """Every fence is done: the bytes are nobody's now."""
-        drained, counters, now = self._core.drained, self._counters, monotonic()
-        for record in records:
-            if self._debug:
+        counters, now = self._counters, monotonic()
+        if self._debug:
+            for record in records:
                 self._poison(record)
-            drained(record)
+        self._core.drained(*records)
+        for record in records:
             ack = record.acknowledgement
             # Whoever keeps the acknowledgement keeps the outcome, not the packet; and no circle
             # is left for the garbage collector.

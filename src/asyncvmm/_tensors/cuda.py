@@ -97,7 +97,7 @@ class CudaPort:
         # 0.1 us against 3.5 us for torch.cuda.current_stream(); Triton relies on it as well.
         self._raw_stream = torch._C._cuda_getCurrentRawStream
         self._current_device = torch._C._cuda_getDevice
-        self._launches = Launches(self._device, self._streams, self._stream, self._views)
+        self._launches = Launches(self._device, self._streams, self._stream, self._target)
         # Makes the primary context, so the driver has one.  The first record_stream of a process
         # takes 17 ms (H200, torch 2.11); here it is in a worker thread, not in the first send.
         torch.zeros(1, device=self._device).record_stream(self._stream(self.current_stream()))
@@ -164,11 +164,10 @@ class CudaPort:
         else:
             self._launches.queue(plans, stream)
 
-    def _views(self, address: int, layout: Layout) -> list[Tensor]:
-        """Return tensors over the features of a chunk; they keep nothing alive."""
+    def _target(self, address: int, layout: Layout, number: int) -> Tensor:
+        """Return a tensor over one feature of a chunk; it keeps nothing alive."""
         chunk = _Chunk(address, layout.nbytes, None)
-        places = zip(layout.offsets, layout.features, strict=True)
-        return [self.view(chunk, offset, feature) for offset, feature in places]
+        return self.view(chunk, layout.offsets[number], layout.features[number])
 
     def holder(self, address: int, nbytes: int, keepalive: object) -> object:
         """Return the chunk's bytes as an object that every view of them holds."""

@@ -10,38 +10,38 @@ conjugated, in host memory) are torch's, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
 
 import torch
 
 from asyncvmm._backends.driver import copy
 from asyncvmm._errors import BackendError
-from asyncvmm._tensors.plan import Layout, Plan, Tensor, refuse_source
+from asyncvmm._tensors.plan import TORCH_DTYPES, Layout, Plan, Tensor, refuse_source
 
 TARGETS = 1024
 """Chunks whose views are kept: as many as a pool has slots.  When there are more, all are
 forgotten, which costs some 4 us for each feature."""
 
-_SHARED = frozenset(
-    (
-        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-        torch.float16, torch.bfloat16, torch.float32, torch.float64,
-        torch.complex64, torch.complex128,
-    )
-)  # fmt: skip
-"""The dtypes for which torch has a kernel that copies many tensors at once."""
+SHARED_BYTES = 4 << 20
+"""A launch takes 20 MiB (320 pieces of 65,536 elements, here of one byte), so larger features gain
+nothing from sharing one."""
+
+_CARRIERS = {
+    torch.bool: torch.uint8, torch.uint8: torch.uint8, torch.int8: torch.uint8,
+    torch.int16: torch.int16, torch.float16: torch.int16, torch.bfloat16: torch.int16,
+    torch.int32: torch.int32, torch.float32: torch.int32,
+    torch.int64: torch.int64, torch.float64: torch.int64, torch.complex64: torch.int64,
+}  # fmt: skip
+"""The dtypes that share launches, and as what they are copied: torch copies many tensors of a
+16-bit float by way of a 32-bit one, which changes the bits of a signalling NaN."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Subclasses may do anything when torch is called with them; their bytes are copied by address."""
-
-_Lists: TypeAlias = tuple[list[Tensor], list[Tensor]]
-"""Targets and sources."""
 
 
 class Launches:
     """Queues the copies into one GPU's pool.
 
-    ``views`` makes tensors over the features of a layout that lie at an address.
+    ``view`` makes a tensor over one feature of a layout that lies at an address.
     """
 
     def __init__(
@@ -49,20 +49,20 @@ class Launches:
         device: torch.device,
         streams: Mapping[int, torch.cuda.Stream],
         stream: Callable[[int], torch.cuda.Stream],
-        views: Callable[[int, Layout], list[Tensor]],
+        view: Callable[[int, Layout, int], Tensor],
     ) -> None:
         self._device = device
         self._streams = streams
         self._stream = stream
-        self._views = views
-        self._targets: dict[tuple[int, Layout], list[Tensor]] = {}
+        self._view = view
+        self._targets: dict[tuple[int, Layout], list[Tensor | None]] = {}
 
     def queue(self, plans: Sequence[tuple[int, Plan]], stream: int) -> None:
         """Queue the copies of plans to their addresses on ``stream``, which is the current one."""
         chosen = self._streams.get(stream) or self._stream(stream)
         device = self._device
         several = len(plans) > 1 or len(plans[0][1].layout.places) > 1
-        shared: dict[torch.dtype, _Lists] = {}
+        shared: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         others: list[tuple[int, Plan, int, Tensor]] = []
         for address, plan in plans:
             layout, tensors = plan.layout, plan.tensors
@@ -82,47 +82,47 @@ class Launches:
                     refuse_source(layout.features[number].name, source, size)
                 if not source.is_contiguous() or source.is_conj() or source.is_neg():
                     others.append((address, plan, number, source))
-                elif several and source.dtype in _SHARED and type(source) in _PLAIN:
-                    targets, sources = shared.setdefault(source.dtype, ([], []))
-                    targets.append(self._target(address, layout, number))
+                elif (
+                    several
+                    and size <= SHARED_BYTES
+                    and (target := self._target(address, layout, number)) is not None
+                    and type(source) in _PLAIN
+                ):
+                    targets, sources = shared.setdefault(target.dtype, ([], []))
+                    targets.append(target)
                     sources.append(source)
                 elif not _copied(address + offset, start, size, stream):
                     others.append((address, plan, number, source))
-        for dtype in shared:
-            _launch(shared[dtype])
-        if others:
-            self._copy_others(others)
+        for carrier, lists in shared.items():
+            _launch(carrier, *lists)
+        for address, plan, number, tensor in others:
+            target = self._view(address, plan.layout, number)
+            target.copy_(tensor.detach(), non_blocking=True)
 
-    def _target(self, address: int, layout: Layout, number: int) -> Tensor:
+    def _target(self, address: int, layout: Layout, number: int) -> Tensor | None:
+        """Return where a feature goes, as its carrier; None for a dtype that shares no launch."""
         found = self._targets.get((address, layout))
         if found is None:
             if len(self._targets) >= TARGETS:
                 self._targets.clear()
             # Tensors made in inference mode could not be written outside of it.
             with torch.inference_mode(False):
-                found = self._targets[address, layout] = self._views(address, layout)
+                found = self._targets[address, layout] = [
+                    self._carried(address, layout, at) for at in range(len(layout.features))
+                ]
         return found[number]
 
-    def _copy_others(self, others: Sequence[tuple[int, Plan, int, Tensor]]) -> None:
-        """Have torch copy what is strided, conjugated, or in host memory."""
-        groups: dict[tuple[object, object], _Lists] = {}
-        for address, plan, number, tensor in others:
-            source = tensor.detach()
-            target = self._target(address, plan.layout, number)
-            targets, sources = groups.setdefault((source.dtype, source.device), ([], []))
-            targets.append(target)
-            sources.append(source)
-        for (_, where), lists in groups.items():
-            if len(lists[0]) > 1 and where == self._device:
-                torch._foreach_copy_(*lists, non_blocking=True)
-                continue
-            for target, source in zip(*lists, strict=True):
-                target.copy_(source, non_blocking=True)
+    def _carried(self, address: int, layout: Layout, number: int) -> Tensor | None:
+        carrier = _CARRIERS.get(TORCH_DTYPES[layout.features[number].dtype])
+        return None if carrier is None else self._view(address, layout, number).view(carrier)
 
 
-def _launch(lists: _Lists) -> None:
+def _launch(carrier: torch.dtype, targets: list[Tensor], sources: list[Tensor]) -> None:
     with torch.no_grad():  # a source may want a gradient; its bytes do not
-        torch._foreach_copy_(*lists, non_blocking=True)
+        carried = [
+            source if source.dtype is carrier else source.view(carrier) for source in sources
+        ]
+        torch._foreach_copy_(targets, carried, non_blocking=True)
 
 
 def _copied(target: int, source: int, nbytes: int, stream: int) -> bool:
