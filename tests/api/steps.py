@@ -143,6 +143,12 @@ async def use_both_ends_in_a_fork(me: Me) -> dict[str, Any]:
     return {**found, "status": status}
 
 
+async def receive_and_release(me: Me, count: int = 1) -> None:
+    """Receive that many batches, and let go of each before the next."""
+    for _ in range(count):
+        (await me.consumer.receive()).release()
+
+
 async def count_system_calls(me: Me, count: int) -> dict[str, dict[str, int]]:
     """Receive, view and release that many batches; return the system calls that this took."""
     me.tell("counting")

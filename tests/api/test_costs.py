@@ -148,16 +148,19 @@ async def test_a_closed_loop_costs_one_send_and_one_receive_per_side(
     Per hand-off and side: one ``send``, one ``recv``, and nothing else that is a system call, no
     matter how many features.  asyncio polls at most three times: once waiting for the packet,
     once before the turn in which the task that it wakes runs, and once before a turn in which
-    what the task has posted may be joined by more.  It never changes what it polls.
+    what the task has posted may be joined by more.  It never changes what it polls.  The turns that
+    keep it from sleeping are off: test_busy_poll.py counts what they save.
 
     Kills: a packet per feature, an acknowledgement in a packet of its own, a read that is tried
     again until it would block, a wake-up through a pipe, and a reader that is registered anew for
     each packet.
     """
     owner = {f"{n}": torch.ones(5) for n in range(features)}
-    async with asyncvmm.open_exporter("pool", device="cpu", pool_bytes="1MiB") as exporter:
+    async with asyncvmm.open_exporter(
+        "pool", device="cpu", pool_bytes="1MiB", busy_poll=0
+    ) as exporter:
         rank = peers.start()
-        await rank.call(steps.connect, "pool", 0)
+        await rank.call(steps.connect, "pool", 0, {"busy_poll": 0})
         await exporter.wait_attached(1)
         (connection,) = exporter._connections.open.values()
         serving = rank.begin(own_steps.count_system_calls, MANY)

@@ -3,6 +3,7 @@
 Closed loop, per owner and side: one ``send`` and one ``recv`` on the socket, which is the minimum
 for an answer that has to come back, and on asyncio the turns of the loop that carry them: one to
 be woken for the packet and one for the task that waited.  Nothing is opened, mapped or looked up.
+Turns that are made so as not to sleep (``busy_poll``) are switched off here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import asyncvmm
 from tests.api.test_counts import counted, descriptors, mappings
 
 async def main():
-    async with asyncvmm.connect({name!r}, rank=0, device="cpu", wait=True) as consumer:
+    async with asyncvmm.connect({name!r}, rank=0, device="cpu", wait=True, busy_poll=0) as consumer:
         calls = None
         async for batch in consumer:
             for owner in batch:
@@ -82,7 +83,9 @@ async def counts_of(peers: Peers, pipelined: bool) -> tuple[Counter[str], dict[s
     source = torch.zeros(4096)
     turns = 0
     loop = asyncio.get_running_loop()
-    async with asyncvmm.open_exporter(name, device="cpu", pool_bytes="4MiB", slots=SLOTS) as e:
+    async with asyncvmm.open_exporter(
+        name, device="cpu", pool_bytes="4MiB", slots=SLOTS, busy_poll=0
+    ) as e:
         await e.wait_attached(1)
         await (await e.send({"x": source}))
         await (await e.send({"x": source}, metadata="begin"))

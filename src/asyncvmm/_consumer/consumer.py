@@ -105,10 +105,10 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
                 return batch
             self._turn.begin()
             self._link.due.stop()
-            waiter = self._loop.create_future()
-            self._waiters.append(waiter)
+            self._waiters.append(waiter := self._loop.create_future())
             try:
-                await waiter
+                with self._link.busy:
+                    await waiter
             except BaseException:
                 # Only a wake-up was in the future: pass it on if it was meant for us (inv. 9).
                 if waiter.done() and not waiter.cancelled():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterable
 from functools import partial
@@ -16,6 +17,7 @@ from asyncvmm._core import wire
 from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._core.wire import MAX_TEXT, MAX_WINDOW, check_secret
 from asyncvmm._errors import ArgumentError, LocalProtocolError, RemoteProtocolError
+from asyncvmm._io.busy import BUSY_POLL_SECONDS, Busy, check_busy_poll
 from asyncvmm._io.chrome import write
 from asyncvmm._io.names import check, resolve
 from asyncvmm._io.threads import in_thread, made_in_thread
@@ -35,6 +37,7 @@ class _Options(TypedDict, total=False):
     writable: bool
     secret: bytes | str
     allow_uids: Iterable[int]
+    busy_poll: float
     trace: str | os.PathLike[str] | None
     _port: DevicePort | None
 
@@ -52,6 +55,9 @@ class connect(Generic[ConsumerT]):
 
     ``reconnect=True`` gives a :class:`ReconnectingConsumer`, which goes on with the next exporter
     under the name when this one is gone, and says what was lost.
+
+    ``busy_poll`` is the most seconds that the loop polls without waiting for a batch, and only
+    while batches usually come within half of that; 0 is for never.
 
     ``trace`` names a file for the timeline of every owner, written at the end; not together with
     ``reconnect``.
@@ -95,6 +101,7 @@ class connect(Generic[ConsumerT]):
         writable: bool = False,
         secret: bytes | str = b"",
         allow_uids: Iterable[int] = (),
+        busy_poll: float = BUSY_POLL_SECONDS,
         trace: str | os.PathLike[str] | None = None,
         _port: DevicePort | None = None,
     ) -> None:
@@ -129,6 +136,7 @@ class connect(Generic[ConsumerT]):
         self._greeting = wire.encode_greeting(self._hello)  # refuses what is out of bounds
         self._users = frozenset((os.geteuid(), 0, *check_ids(allow_uids, "allow_uids")))
         self._wait = wait
+        self._busy_poll = check_busy_poll(busy_poll)
         self._reconnect = reconnect
         self._timeline = None if trace is None else Timeline(trace)
         self._port = _port
@@ -186,6 +194,7 @@ class connect(Generic[ConsumerT]):
             if self._timeline is not None:
                 follow(consumer._leases, self._timeline)
             consumer.exporter_name = handshake.name
+            handshake.link.busy = Busy(asyncio.get_running_loop(), self._busy_poll)
             handshake.hand_over(consumer)
             await consumer._until(segments=welcome.segments)
             if consumer._lost is not None:

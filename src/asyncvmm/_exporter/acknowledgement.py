@@ -9,6 +9,7 @@ from typing import Literal
 
 from asyncvmm._core.ledger import Record
 from asyncvmm._errors import AsyncVMMError, DeliveryError
+from asyncvmm._io.busy import Busy
 from asyncvmm._types import Key, Outcome
 
 Require = Literal["all", "any", "none"]
@@ -24,11 +25,12 @@ class Acknowledgement:
     changes nothing else.
     """
 
-    __slots__ = ("_done", "_error", "_record", "_require", "_waiters", "key")
+    __slots__ = ("_busy", "_done", "_error", "_record", "_require", "_waiters", "key")
 
-    def __init__(self, key: Key, require: Require) -> None:
+    def __init__(self, key: Key, require: Require, busy: Busy) -> None:
         self.key = key
         self._require = require
+        self._busy = busy
         self._done = False
         self._record: Record | None = None  # once it is settled: who let go, and how
         self._error: AsyncVMMError | None = None
@@ -52,7 +54,8 @@ class Acknowledgement:
             self._waiters.append(waiter)
             try:
                 # Only the wake-up travels through the future: the outcome stays here (inv. 9).
-                yield from waiter
+                with self._busy:
+                    yield from waiter
             except BaseException:
                 if self._waiters is not None:
                     self._waiters.remove(waiter)

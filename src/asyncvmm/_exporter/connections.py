@@ -24,6 +24,7 @@ from asyncvmm._exporter.connection import Connection
 from asyncvmm._exporter.handshake import Handshake
 from asyncvmm._exporter.observing import Observers
 from asyncvmm._exporter.resuming import resume
+from asyncvmm._io.busy import Busy
 from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch, PeerIdentity
 from asyncvmm._io.waiting import woken
@@ -65,8 +66,10 @@ class Connections:
         observers: Observers,
         debug: bool,
         consumer_count: int,
+        busy: Busy,
     ) -> None:
         self.open: dict[int, Connection] = {}  # by peer id; the process may be all that is left
+        self.busy = busy  # one for all: whoever waits here waits for them all
         self._core = core
         self._region = region
         self._pump = pump
@@ -104,6 +107,7 @@ class Connections:
             on_packet=lambda packet, fds: self._on_packet(conn, packet),
             on_end=lambda error: self._on_end(conn, error),
         )
+        conn.link.busy = self.busy
         while len(self._greeting) >= MOST_GREETING:
             self._drop(next(iter(self._greeting)))
         self._greeting[conn] = None
@@ -266,9 +270,7 @@ class Connections:
         """Wait until at least ``count`` consumers are open at once."""
         while self.attached() < count:
             if self._closed:
-                raise ClosedError(
-                    f"the exporter was closed while {count} consumers were waited for"
-                )
+                raise ClosedError(f"the exporter was closed while {count} consumers were awaited")
             await woken(self._changed)
 
     def changed(self) -> None:

@@ -132,7 +132,8 @@ class Exporter(Exporting):
     async def drain(self) -> None:
         """Wait until nothing is out: every published owner's memory is back."""
         self._guard()
-        await self._until_idle()
+        with self._connections.busy:
+            await self._until_idle()
 
     async def wait_attached(self, count: int) -> None:
         """Wait until ``count`` consumers are attached at once.  Sending need not wait for it."""

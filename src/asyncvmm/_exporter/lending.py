@@ -114,13 +114,12 @@ class Lending(Single):
         if self._turn.over:
             await self._breathe()
         self._guard()  # a reservation may be entered long after it was asked for
-        if not self._queue:
+        record = None if self._queue else self._core.reserve(nbytes)
+        if record is None:
+            with self._connections.busy:
+                await self._room.turn(nbytes)
             record = self._core.reserve(nbytes)
-            if record is not None:
-                return record
-        await self._room.turn(nbytes)
-        record = self._core.reserve(nbytes)
-        assert record is not None, "room.turn() promised it and nothing ran in between"
+            assert record is not None, "room.turn() promised it and nothing ran in between"
         return record
 
     def _acquire_nowait(self, nbytes: int) -> Record:
@@ -185,7 +184,7 @@ class Lending(Single):
         self._core.publish(
             record, key, layout.features, terms.metadata, terms.to, ready, terms.proof
         )
-        ack = record.acknowledgement = Acknowledgement(key, terms.require)
+        ack = record.acknowledgement = Acknowledgement(key, terms.require, self._connections.busy)
         record.stamp = monotonic()
         self._turn.count(len(layout.features))
         self._counters.published += 1

@@ -23,9 +23,11 @@ from asyncvmm._exporter.elastic import Elastic
 from asyncvmm._exporter.exporter import Exporter
 from asyncvmm._exporter.observing import Observers, snapshot
 from asyncvmm._exporter.tracing import follow
+from asyncvmm._io.busy import BUSY_POLL_SECONDS, Busy, check_busy_poll
 from asyncvmm._io.chrome import write
 from asyncvmm._io.listener import Listener
 from asyncvmm._io.names import check, resolve
+from asyncvmm._io.outbox import BATCH_MESSAGES
 from asyncvmm._io.threads import in_thread, made_in_thread
 from asyncvmm._io.timeline import Timeline
 from asyncvmm._tensors import (
@@ -56,8 +58,10 @@ class open_exporter:
     narrows it to those who know it.  ``handle_type`` is how GPU memory is shared: "fabric",
     "posix", or "auto", which tries them in that order.  When a call has waited ``explain_after``
     seconds for room, one line in the log says why (``math.inf`` for never): half a second, so that
-    who stands still is named within one.  ``trace`` names a file for the timeline of every owner,
-    written at the end.
+    who stands still is named within one.  ``busy_poll`` is the most seconds that the loop polls
+    without waiting for an answer, and only while answers usually come within half of that; 0 is
+    for never (docs/performance.md has what it costs).  ``trace`` names a
+    file for the timeline of every owner, written at the end.
 
     Leaving the block takes no new owners, waits up to ``close_timeout`` seconds for those that
     are out (then warns with OwnersOutstandingWarning), and tells the consumers that the stream
@@ -85,6 +89,7 @@ class open_exporter:
         handle_type: HandleType = "auto",
         close_timeout: float = 10.0,
         explain_after: float = 0.5,
+        busy_poll: float = BUSY_POLL_SECONDS,
         trace: str | os.PathLike[str] | None = None,
         _port: DevicePort | None = None,
     ) -> None:
@@ -123,6 +128,7 @@ class open_exporter:
         self._handle_type: HandleType = handle_type
         self._close_timeout = _seconds(close_timeout, "close_timeout")
         self._explain_after = _seconds(explain_after, "explain_after")
+        self._busy_poll = check_busy_poll(busy_poll)
         self._timeline = None if trace is None else Timeline(trace)
         self._port = _port
         self._exporter: Exporter | None = None
@@ -164,6 +170,8 @@ class open_exporter:
                 open_release=lambda *event: exporter._fencing.open_release(*event),
                 observers=Observers(lambda: snapshot(exporter)),
                 debug=self._debug,
+                # With more out than one packet takes, answers share a sleep.
+                busy=Busy(loop, self._busy_poll, lambda: len(core.records) <= BATCH_MESSAGES),
                 consumer_count=(
                     self._route.consumer_count if isinstance(self._route, Broadcast) else 0
                 ),

@@ -127,7 +127,8 @@ class Several(Lending):
             await self._breathe()
         loans = None if self._queue else self._core.reserve_all(sizes)
         if loans is None:
-            await self._room.turn(sum(sizes), partial(self._core.fit, sizes))
+            with self._connections.busy:
+                await self._room.turn(sum(sizes), partial(self._core.fit, sizes))
             loans = self._core.reserve_all(sizes)
             assert loans is not None, "room.turn() promised it and nothing ran in between"
         return loans
@@ -175,7 +176,7 @@ class Several(Lending):
                 key = self._next_key
                 self._next_key = key + 1
             described.append((record, key, plan.layout.features, terms.metadata, ready))
-            acks.append(Acknowledgement(key, terms.require))
+            acks.append(Acknowledgement(key, terms.require, self._connections.busy))
             ready = b""  # one event for all
         self._core.publish_batch(described, to=parcels[0][1].to)
         now = monotonic()

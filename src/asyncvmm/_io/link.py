@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 from asyncvmm._errors import LocalProtocolError, PeerLostError, ProtocolError
 from asyncvmm._fds import OwnedFd, close_after_fork
+from asyncvmm._io.busy import Busy
 from asyncvmm._io.due import Due
 from asyncvmm._io.outbox import BATCH_BYTES, BATCH_MESSAGES, Outbox, too_many
 from asyncvmm._io.packets import PACKET_LIMIT, close_all, receive, send, socket_error
@@ -41,7 +42,7 @@ class Link:
     __slots__ = (
         "_accept_fds", "_accepting", "_blocked", "_buffer", "_closed", "_eof", "_fd", "_finished",
         "_hung_up", "_loop", "_lost", "_on_end", "_on_packet", "_outbox", "_pending_bytes",
-        "_queue_limit", "_sock", "_telling", "due",
+        "_queue_limit", "_sock", "_telling", "busy", "due",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +69,7 @@ class Link:
         self._outbox = Outbox(frame)
         self._pending_bytes = 0  # posted since the last flush
         self.due = Due(loop, self._outbox.queue, self.flush)
+        self.busy = Busy(loop, 0)  # for whoever has waits to put a better one here
         self._blocked = False  # the kernel took no more; the writer callback is registered
         self._accepting = True  # post() still means something
         self._eof = self._hung_up = self._closed = False
@@ -183,6 +185,7 @@ class Link:
         if error is not None:
             self._end(error)
         elif size:
+            self.busy.came()
             self._deliver(self._buffer[:size], fds)
         else:
             self._on_eof()

@@ -13,6 +13,7 @@ from asyncvmm._consumer.opening import connect as async_connect
 from asyncvmm._errors import LocalProtocolError
 from asyncvmm._exporter.exporter import Exporter as AsyncExporter
 from asyncvmm._exporter.opening import open_exporter as async_open_exporter
+from asyncvmm._io.busy import BUSY_POLL_SECONDS
 from asyncvmm._tensors import DevicePort
 from asyncvmm.blocking._consumer import Consumer
 from asyncvmm.blocking._exporter import Exporter
@@ -100,6 +101,7 @@ class connect(_Opening[AnyConsumer, Consumer]):
         writable: bool = False,
         secret: bytes | str = b"",
         allow_uids: Iterable[int] = (),
+        busy_poll: float = BUSY_POLL_SECONDS,
         trace: str | os.PathLike[str] | None = None,
         timeout: float | None = None,
         _port: DevicePort | None = None,
@@ -117,6 +119,7 @@ class connect(_Opening[AnyConsumer, Consumer]):
             writable=writable,
             secret=secret,
             allow_uids=allow_uids,
+            busy_poll=busy_poll,
             trace=trace,
             _port=_port,
         )

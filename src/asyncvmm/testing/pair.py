@@ -53,6 +53,7 @@ async def open_pair(
     name = name or f"@asyncvmm-pair-{os.getpid()}-{next(_numbers)}"
     options.setdefault("pool_bytes", "1MiB")
     options.setdefault("slots", 16)
+    options.setdefault("busy_poll", 0)  # one loop has nobody to turn for
     async with AsyncExitStack() as stack:
         exporter = await stack.enter_async_context(
             open_exporter(name, device="cpu", route=route, writable=writable, _port=port, **options)
@@ -65,6 +66,7 @@ async def open_pair(
                     rank=rank if isinstance(route, Broadcast) else None,
                     prefetch=prefetch,
                     writable=writable,
+                    busy_poll=options["busy_poll"],
                     _port=port,
                 )
             )

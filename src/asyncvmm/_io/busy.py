@@ -1,0 +1,118 @@
+"""Answers that come in a moment: the loop goes on turning for them before it sleeps.
+
+Who sleeps has to be woken by the other, and runs on a core that has turned to something else.
+Where each hand-off waits for the answer to the last, that is half of its time and more.  So while
+an answer is likely to come soon the loop polls without waiting, and whoever else is due runs
+between two polls.  How long answers take is seen without any of this: nothing is tried in order to
+find out, and a quiet or slow link costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from time import monotonic
+from typing import cast
+
+from asyncvmm._errors import ArgumentError
+
+BUSY_POLL_SECONDS = 500e-6
+"""Most that the loop turns for one answer, unless the user says otherwise: twice the 200 to 250 us
+that an answer takes between two that both sleep, on the slowest host measured.  They have to begin
+from there; once both turn it is a third of that."""
+
+MOST_BUSY_POLL_SECONDS = 0.01
+"""Beyond it nobody can have meant seconds."""
+
+THERE_SECONDS = 30e-6
+"""What is seen sooner was there when the wait began, for no peer has a turn of its loop in that
+time.  It says nothing about the answers that one has to wait for."""
+
+WANTED_SECONDS = 30e-6
+"""A yield of the core that takes longer let somebody else run; else it takes one."""
+
+SHARE = 8
+"""What one answer counts for: an eighth of what all before it do."""
+
+
+class Busy:
+    """Keeps the loop turning while somebody waits and answers are usually quick.
+
+    ``with busy:`` is around the wait of whoever has to be woken by a packet.  ``longest`` is the
+    most seconds for one answer; 0 is for never.  The loop turns for twice as long as answers took
+    of late, and not at all if that is more, or if ``worth`` says that nothing is gained.  Very late
+    answers count as ``2 * longest``, and so do cores that others need: two or three of them end it.
+    """
+
+    __slots__ = (
+        "_longest", "_loop", "_since", "_slow", "_turning", "_until", "_usual", "_waiting", "_worth"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        longest: float,
+        worth: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._loop = loop
+        self._longest = longest
+        self._worth = worth
+        self._usual = self._slow = 2 * longest  # nothing is known yet
+        self._waiting = 0
+        self._since: float | None = None  # when the wait for the next packet began
+        self._until = 0.0
+        self._turning = False
+
+    def __enter__(self) -> None:
+        self._waiting += 1
+        if self._since is None and self._longest:
+            self._expect(monotonic())
+
+    def __exit__(self, *exc: object) -> None:
+        self._waiting -= 1
+        if not self._waiting:
+            self._since = None
+
+    def came(self) -> None:
+        """Note that a packet came; until the waits are over another one is expected."""
+        if self._since is not None:
+            now = monotonic()
+            took = now - self._since
+            if took >= THERE_SECONDS:
+                self._learn(took)
+            self._expect(now)
+
+    def _learn(self, took: float) -> None:
+        self._usual += (min(took, self._slow) - self._usual) / SHARE
+
+    def _expect(self, now: float) -> None:
+        self._since = self._until = now
+        window = 2 * self._usual
+        if window <= self._longest and self._worth():
+            self._until += window
+            if not self._turning:
+                self._turning = True
+                self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Make the loop poll once more without waiting: it does so while a callback is due."""
+        now = monotonic()
+        if self._since is not None and now < self._until:
+            os.sched_yield()
+            if monotonic() - now < WANTED_SECONDS:
+                self._loop.call_soon(self._turn)
+                return
+            self._learn(self._slow)
+        self._turning = False
+
+
+def check_busy_poll(value: object) -> float:
+    """Return a caller's ``busy_poll``; raise ArgumentError if it is none."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= (seconds := cast("float", value)) <= MOST_BUSY_POLL_SECONDS:
+        raise ArgumentError(
+            f"busy_poll={value!r} must be seconds from 0 (never) to {MOST_BUSY_POLL_SECONDS}: how "
+            f"long the loop may go on turning for an answer before it sleeps"
+        )
+    return seconds
