@@ -19,6 +19,7 @@ from asyncvmm._errors import CopyError as CopyError
 from asyncvmm._errors import DeliveryError as DeliveryError
 from asyncvmm._errors import DescriptorLimitError as DescriptorLimitError
 from asyncvmm._errors import EndOfStream as EndOfStream
+from asyncvmm._errors import ExporterLimitError as ExporterLimitError
 from asyncvmm._errors import ExporterNotFoundError as ExporterNotFoundError
 from asyncvmm._errors import ForkError as ForkError
 from asyncvmm._errors import HandshakeError as HandshakeError
@@ -89,6 +90,7 @@ __all__ = [
     "EndOfStream",
     "Explanation",
     "Exporter",
+    "ExporterLimitError",
     "ExporterNotFoundError",
     "ForeignTicketError",
     "ForkError",

@@ -17,6 +17,7 @@
         AccessDeniedError                  another user's process                 .uid .allowed
         VersionMismatchError               other versions        .ours .theirs
         RankError                          taken or out of range .rank .consumer_count
+        ExporterLimitError                 its process's open-file limit is met   .limit .used
       ProtocolError
         LocalProtocolError                 we broke the rules: a bug here
         RemoteProtocolError                they broke the rules: the link is dropped
@@ -67,10 +68,7 @@ class ArgumentError(AsyncVMMError, ValueError):
 
 
 class InvalidTensorError(ArgumentError):
-    """A feature that cannot be packed.
-
-    ``feature`` names it.
-    """
+    """A feature that cannot be packed; ``feature`` names it."""
 
     def __init__(self, message: str, *, feature: str) -> None:
         super().__init__(message)
@@ -139,10 +137,7 @@ class PeerLostError(AsyncVMMError, anyio.BrokenResourceError):
 
 
 class HandshakeError(AsyncVMMError):
-    """The two ends do not fit together.
-
-    ``reason`` is a stable word for programs.
-    """
+    """The two ends do not fit together; ``reason`` is a stable word for programs."""
 
     def __init__(self, message: str, *, reason: str = "handshake") -> None:
         super().__init__(message)
@@ -158,10 +153,7 @@ class ExporterNotFoundError(HandshakeError):
 
 
 class NameInUseError(HandshakeError):
-    """A live exporter has the name.
-
-    ``pid`` is 0 where it lives in another pid namespace.
-    """
+    """A live exporter has the name; ``pid`` is 0 if it lives in another pid namespace."""
 
     def __init__(self, message: str, *, name: str, pid: int) -> None:
         super().__init__(message, reason="name_in_use")
@@ -198,6 +190,15 @@ class RankError(HandshakeError):
         super().__init__(message, reason="rank")
         self.rank = rank
         self.consumer_count = consumer_count
+
+
+class ExporterLimitError(HandshakeError):
+    """The exporter's process has no descriptor left for another consumer; it serves on."""
+
+    def __init__(self, message: str, *, limit: int, used: int) -> None:
+        super().__init__(message, reason="descriptor_limit")
+        self.limit = limit
+        self.used = used
 
 
 class ProtocolError(AsyncVMMError):

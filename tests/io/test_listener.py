@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,7 +35,11 @@ class Door:
         self._news = asyncio.Event()
 
     def start(self) -> None:
-        self.listener.start(asyncio.get_running_loop(), self._on_connection)
+        self.listener.start(
+            asyncio.get_running_loop(),
+            self._on_connection,
+            lambda error: b"%d %d" % (error.limit, error.used),
+        )
 
     def _on_connection(self, sock: socket.socket, peer: PeerIdentity) -> None:
         self.came.append((sock, peer))
@@ -125,43 +130,83 @@ def free_descriptors(count: int) -> Iterator[None]:
             os.close(fd)
 
 
-@pytest.mark.parametrize("free", [0, 1])
-async def test_accepting_pauses_at_the_open_file_limit(
-    address: Address,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    free: int,
-) -> None:
-    """Kills: a loop that spins on accept; a log line for each try; a listener that gives up."""
-    monkeypatch.setattr(listener, "ACCEPT_PAUSE", 0.005)
-    tries = 0
+@pytest.fixture
+def tries(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whenever the loop calls a listener: whether it has a spare descriptor then."""
+    seen: list[bool] = []
     accept = Listener._accept
 
     def counted(self: Listener) -> None:
-        nonlocal tries
-        tries += 1
+        seen.append(self._spare is not None)
         accept(self)
 
     monkeypatch.setattr(Listener, "_accept", counted)
-    with door(address) as opened, binding.new_socket() as first, binding.new_socket() as second:
+    return seen
+
+
+@pytest.mark.parametrize("free", [0, 1])
+async def test_who_comes_at_the_open_file_limit_is_told(
+    address: Address, caplog: pytest.LogCaptureFixture, tries: list[bool], free: int
+) -> None:
+    """None left for the socket, or one, and none for the peer's pidfd.
+
+    Kills: a newcomer that waits, or is hung up on, without a word; a loop that spins on accept; a
+    log line for each; a spare descriptor that is used once; a listener that gives up.
+    """
+    before = open_fds()
+    with door(address) as opened:
+        newcomers = [binding.new_socket() for _ in range(4)]
         with free_descriptors(free):
+            opened.start()
+            for sock in newcomers:
+                sock.connect(address.sockaddr)
+                sock.send(b"hello")
+            await turns(20)
+            assert opened.came == []
+            assert tries == [True] * len(newcomers)
+            for sock in newcomers:
+                told, end = sock.recv(100), sock.recv(100)
+                limit, used = map(int, told.split())
+                assert used > 0
+                assert limit == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                assert end == b""
+        with await connect(address, wait=False):
+            await opened.until(lambda: len(opened.came) == 1)
+        for sock in newcomers:
+            sock.close()
+    limits = [record for record in caplog.records if "open-file limit" in record.getMessage()]
+    assert len(limits) == 1
+    assert open_fds() == before
+
+
+async def test_accepting_pauses_where_the_spare_descriptor_is_gone_too(
+    address: Address,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tries: list[bool],
+) -> None:
+    """Another thread took it in between.  Kills: a loop that spins on accept; a log line for each
+    try; a listener that gives up, or that has no spare descriptor from then on."""
+    monkeypatch.setattr(listener, "ACCEPT_PAUSE", 0.005)
+    with door(address) as opened, binding.new_socket() as first, binding.new_socket() as second:
+        spare = opened.listener._spare
+        assert spare is not None
+        with free_descriptors(0):
             began = monotonic()
+            monkeypatch.setattr(opened.listener, "_spare", Mock())  # closed, and taken at once
             opened.start()
             first.connect(address.sockaddr)
             second.connect(address.sockaddr)
             for _ in range(500):
                 await asyncio.sleep(0)
-            while tries < 2:  # noqa: ASYNC110 - nobody is told that a pause is over
+            while len(tries) < 2:  # noqa: ASYNC110 - nobody is told that a pause is over
                 await asyncio.sleep(0.001)
             assert opened.came == []
             # One try per pause, however long this took.
-            assert tries <= 2 + (monotonic() - began) / listener.ACCEPT_PAUSE
-        if free == 0:  # both wait in the backlog; else one was let in and had to go
-            await opened.until(lambda: len(opened.came) == 2)
-        else:
-            first.connect_ex(address.sockaddr)
-            with await connect(address, wait=False):
-                await opened.until(lambda: len(opened.came) == 1)
+            assert len(tries) <= 2 + (monotonic() - began) / listener.ACCEPT_PAUSE
+        await opened.until(lambda: len(opened.came) == 2)
+        assert tries[-1]
+        spare.close()
     limits = [record for record in caplog.records if "open-file limit" in record.getMessage()]
     assert len(limits) == 1
 
@@ -170,6 +215,9 @@ async def test_stop_while_paused(address: Address, monkeypatch: pytest.MonkeyPat
     """Kills: a timer that puts a closed listener back to work."""
     monkeypatch.setattr(listener, "ACCEPT_PAUSE", 0.001)
     with door(address) as opened, binding.new_socket() as sock:
+        assert opened.listener._spare is not None
+        opened.listener._spare.close()
+        opened.listener._spare = None
         with free_descriptors(0):
             opened.start()
             sock.connect(address.sockaddr)

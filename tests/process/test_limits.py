@@ -86,60 +86,53 @@ async def test_three_descriptors_are_enough_for_a_pool_of_any_number_of_segments
 # -- the exporter at its limit -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("left", [0, 1])
-async def test_an_exporter_at_its_limit_lets_consumers_wait(peers: Peers, left: int) -> None:
-    """Those who are attached go on; a newcomer waits, or is told, and comes in later.
+@pytest.mark.parametrize("left", [0, 1, 2])
+async def test_an_exporter_at_its_limit_says_so_and_goes_on(peers: Peers, left: int) -> None:
+    """Those who are attached go on; a newcomer is told the numbers, and may come in later.
 
-    With none left it cannot accept, with one it cannot watch over the newcomer's life.  Kills: an
-    exporter that never accepts again, and one whose loop stands still meanwhile.
+    With none left it cannot accept, with one it cannot watch over the newcomer's life, with two it
+    cannot duplicate the pool's.  Kills: a newcomer that waits, or is hung up on, without a reason;
+    a rank that stays taken; an exporter that never accepts again, whose loop stands still, or
+    that logs each refusal.
     """
     host = peers.start()
     await host.call(steps.open_exporter, "pool", 2)
     async with asyncvmm.connect("pool", device="cpu", rank=0) as attached:
-        await host.call(steps.use_up_descriptors, left)
-        newcomer = asyncio.ensure_future(come_in("pool", 1))
+        limit = await host.call(steps.use_up_descriptors, left)
+        for _ in range(3):
+            async with asyncio.timeout(PROMPTLY):
+                with pytest.raises(asyncvmm.ExporterLimitError, match=f"of {limit} open") as caught:
+                    await asyncvmm.connect("pool", device="cpu", rank=1, wait=True).__aenter__()
+            error = caught.value
+            assert (error.reason, error.limit) == ("descriptor_limit", limit)
+            assert 0 <= error.limit - error.used <= left
         await until(lambda: len(host.printed) > 0)
+        if left < 2:
+            assert len(host.printed) == 1
+        else:
+            await until(lambda: any("EMFILE" in line for line in host.printed))
         await host.call(steps.send, [1])
         (await attached.receive()).release()
-        assert not newcomer.done()
-        assert len(host.printed) == 1
         await host.call(steps.give_descriptors_back)
-        async with asyncio.timeout(PROMPTLY):
-            consumer = await newcomer
-        (await consumer.receive()).release()
-        await consumer.aclose()
+        async with asyncvmm.connect("pool", device="cpu", rank=1) as second:
+            (await second.receive()).release()
     await host.call(steps.leave)
 
 
-async def come_in(name: str, rank: int) -> asyncvmm.Consumer:
-    """Connect; an exporter that hangs up on us for want of descriptors is tried again."""
-    while True:
-        try:
-            return await asyncvmm.connect(name, device="cpu", rank=rank).__aenter__()
-        except asyncvmm.PeerLostError:
-            await asyncio.sleep(0.05)
-
-
-async def test_an_exporter_that_cannot_export_hangs_up_and_goes_on(peers: Peers) -> None:
-    """Two descriptors left: it can accept and watch, but not duplicate the pool's.
-
-    Kills: a failed handshake that leaves the consumer waiting, and its rank taken.
-    """
+async def test_who_may_reconnect_waits_for_an_exporter_at_its_limit(peers: Peers) -> None:
+    """Kills: a consumer that gives up for a limit that is met for a moment."""
     host = peers.start()
-    await host.call(steps.open_exporter, "pool", 2)
-    async with asyncvmm.connect("pool", device="cpu", rank=0) as attached:
-        await host.call(steps.use_up_descriptors, 2)
-        with pytest.raises(asyncvmm.PeerLostError):
-            async with asyncio.timeout(PROMPTLY), asyncvmm.connect("pool", device="cpu", rank=1):
-                pass
+    await host.call(steps.open_exporter, "pool", 1)
+    async with asyncvmm.connect("pool", device="cpu", rank=0, reconnect=True) as consumer:
+        await host.call(steps.leave)
+        await host.call(steps.open_exporter, "pool", 1)
+        await host.call(steps.use_up_descriptors, 0)
+        receiving = asyncio.ensure_future(consumer.receive())
         await until(lambda: len(host.printed) > 0)
-        assert "EMFILE" in host.printed[0]
-        assert len(host.printed) == 1
         await host.call(steps.give_descriptors_back)
-        async with asyncvmm.connect("pool", device="cpu", rank=1) as second:
-            await host.call(steps.send, [1])
-            (await attached.receive()).release()
-            (await second.receive()).release()
+        await host.call(steps.send, [1])
+        async with asyncio.timeout(PROMPTLY):
+            (await receiving).release()
     await host.call(steps.leave)
 
 

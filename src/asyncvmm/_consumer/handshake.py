@@ -11,6 +11,7 @@ from asyncvmm._consumer.loss import loss
 from asyncvmm._core import wire
 from asyncvmm._errors import (
     AccessDeniedError,
+    ExporterLimitError,
     HandshakeError,
     RankError,
     RemoteProtocolError,
@@ -166,4 +167,7 @@ def raise_rejection(message: wire.Rejected) -> NoReturn:
         raise AccessDeniedError(message.text, uid=-1 if uid is None else uid)
     if message.reason == "version" and len(message.numbers) == 1:
         raise VersionMismatchError(wire.VERSION, message.numbers[0])
+    if message.reason == "descriptor_limit" and len(message.numbers) == 2:
+        limit, used = message.numbers
+        raise ExporterLimitError(message.text, limit=limit, used=used)
     raise HandshakeError(message.text, reason=message.reason)

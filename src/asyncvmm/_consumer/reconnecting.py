@@ -21,6 +21,7 @@ from asyncvmm._errors import (
     ClosedError,
     EndOfStream,
     ForkError,
+    HandshakeError,
     PeerLostError,
     RankError,
     WouldBlock,
@@ -32,6 +33,9 @@ logger = logging.getLogger("asyncvmm.consumer")
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 """Seconds between two tries to come in where an exporter is there and does not let us.  For one
 that is not there, ``connect(wait=True)`` has pauses of its own."""
+
+PASSING = frozenset({"descriptor_limit", "share"})
+"""Why an exporter that is there may not let us in now, and let us in later."""
 
 SEAT_SECONDS = 5.0
 """How long a rank or name may be taken before that is an error: an exporter that we lost may not
@@ -202,6 +206,10 @@ class ReconnectingConsumer(Single, Onward, ObjectReceiveStream[Batch]):
             except RankError as error:
                 if not _taken(error) or self._loop.time() > deadline:
                     raise
+            except HandshakeError as error:
+                if error.reason not in PASSING:
+                    raise
+                logger.info("an exporter is asked again: %s", error)
             else:
                 self._pause = 0.0
                 return consumer

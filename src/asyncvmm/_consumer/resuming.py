@@ -17,6 +17,7 @@ from asyncvmm._core import wire
 from asyncvmm._errors import (
     AsyncVMMError,
     DescriptorLimitError,
+    ExporterLimitError,
     HandshakeError,
     PeerLostError,
     RemoteProtocolError,
@@ -110,7 +111,7 @@ class Resuming:
         for _ in range(TRIES):
             try:
                 return await self._ask()
-            except (PeerLostError, DescriptorLimitError) as error:
+            except (PeerLostError, DescriptorLimitError, ExporterLimitError) as error:
                 logger.info("the exporter is not there again yet: %s", error)
             except AsyncVMMError as error:
                 logger.info("there is no way back to the exporter: %s", error)

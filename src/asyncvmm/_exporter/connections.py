@@ -240,6 +240,7 @@ class Connections:
             await work
         except AsyncVMMError as error:
             if not conn.link.closed:
+                await self.handshake.explain(conn, error, HANG_UP_SECONDS)
                 return self._give_up_on(conn, error)
             logger.info("nothing more is done for %s: %s", repr(conn), str(error))
 

@@ -21,7 +21,7 @@ from asyncvmm._backends.base import ExporterRegion, Fence
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.ledger import Record
 from asyncvmm._errors import BackendError
-from asyncvmm._exporter.fencing import READY, Fencing, Lane
+from asyncvmm._exporter.fencing import READY, Fencing, Lane, ready_slot
 from asyncvmm._exporter.late import AGAIN_SECONDS
 from asyncvmm._io.fences import FenceWatcher
 from asyncvmm._io.soon import SoonFences
@@ -251,7 +251,7 @@ class Draining:
         for record, waits in list(self._open.items()):
             gone = {lane for lane in waits if lane[0] == peer}
             waits -= gone
-            if gone and not waits and not self._waits(record, ((READY, record.slot),), ()):
+            if gone and not waits and not self._waits(record, ((READY, ready_slot(record)),), ()):
                 self._finish(record)
         self._fencing.forget(peer)
 

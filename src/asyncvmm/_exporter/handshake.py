@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 
 from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core import wire
@@ -17,6 +17,10 @@ from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.ledger import Peer, PeerState
 from asyncvmm._errors import (
     AccessDeniedError,
+    AsyncVMMError,
+    BackendError,
+    DescriptorLimitError,
+    ExporterLimitError,
     HandshakeError,
     RankError,
     RemoteProtocolError,
@@ -27,6 +31,7 @@ from asyncvmm._exporter.connection import Connection
 from asyncvmm._exporter.observing import Observers
 from asyncvmm._fds import OwnedFd
 from asyncvmm._io.liveness import has_ended
+from asyncvmm._io.packets import descriptor_limit
 from asyncvmm._io.threads import in_thread
 from asyncvmm._types import SegmentInfo
 
@@ -147,6 +152,8 @@ class Handshake:
     async def _welcome(self, conn: Connection, peer: Peer) -> None:
         """Send the pool, segment by segment; nothing is delivered before they are mapped."""
         segments = self._missing(conn)
+        # Before the welcome: until then a refusal is an answer, later only the link's end.
+        first = await in_thread(self._region.export, segments[0].index)
         welcome = wire.Welcome(
             self.identity,
             peer.id,
@@ -157,7 +164,8 @@ class Handshake:
         )
         conn.link.post(wire.encode_greeting(welcome))
         conn.link.flush()
-        for segment in segments:
+        self._send(conn, segments[0], first)
+        for segment in segments[1:]:
             await self.send_segment(conn, segment)
 
     def attach(self, conn: Connection, packet: memoryview) -> None:
@@ -200,7 +208,9 @@ class Handshake:
 
     async def send_segment(self, conn: Connection, segment: SegmentInfo) -> None:
         """Export one segment to one consumer.  Exporting may take a millisecond: off the loop."""
-        handle = await in_thread(self._region.export, segment.index)
+        self._send(conn, segment, await in_thread(self._region.export, segment.index))
+
+    def _send(self, conn: Connection, segment: SegmentInfo, handle: OwnedFd | bytes) -> None:
         fds = [handle] if isinstance(handle, OwnedFd) else []
         conn.segments.add(segment.index)
         if segment.index in self.leaving or conn.link.closed:
@@ -210,8 +220,39 @@ class Handshake:
         data = b"" if isinstance(handle, OwnedFd) else handle
         conn.link.post(wire.encode(wire.Segment(segment, data)), fds)
 
-    def _reject(self, conn: Connection, error: HandshakeError, numbers: list[int] = []) -> None:  # noqa: B006 - never changed
+    def _reject(self, conn: Connection, error: HandshakeError, numbers: Sequence[int] = ()) -> None:
         logger.info("refused a consumer (pid %s): %s", conn.identity.pid, str(error))
-        rejected = wire.Rejected(error.reason, str(error)[:1024], numbers)
-        conn.link.post(wire.encode_greeting(rejected))
+        conn.link.post(rejection(error, numbers))
         self._rejected(conn)
+
+    async def explain(self, conn: Connection, error: AsyncVMMError, seconds: float) -> None:
+        """Say what failed to a consumer that was admitted and not welcomed; hang up in order."""
+        if conn.segments or conn.peer is None or not isinstance(error, BackendError):
+            return
+        conn.rejected = True
+        if error.code in {"EMFILE", "ENFILE"}:
+            conn.link.post(refusal(descriptor_limit()))
+        else:
+            failed = HandshakeError(
+                f"the exporter could not share its pool: {error}", reason="share"
+            )
+            conn.link.post(rejection(failed))
+        await conn.link.finish(seconds)
+
+
+def rejection(error: HandshakeError, numbers: Sequence[int] = ()) -> bytes:
+    """Return the message that has a consumer raise the same error."""
+    rejected = wire.Rejected(error.reason, wire.clip(str(error)), [*numbers])
+    return wire.encode_greeting(rejected)
+
+
+def refusal(error: DescriptorLimitError) -> bytes:
+    """Return what a consumer is told for whom there is no descriptor here."""
+    told = ExporterLimitError(
+        f"the exporter cannot take another consumer: {error.used} of {error.limit} open files of "
+        f"its process are in use; raise its limit (ulimit -n) or let it close some, then connect "
+        f"again",
+        limit=error.limit,
+        used=error.used,
+    )
+    return rejection(told, (told.limit, told.used))

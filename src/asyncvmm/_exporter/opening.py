@@ -21,6 +21,7 @@ from asyncvmm._exporter.access import Access
 from asyncvmm._exporter.connections import Connections
 from asyncvmm._exporter.elastic import Elastic
 from asyncvmm._exporter.exporter import Exporter
+from asyncvmm._exporter.handshake import refusal
 from asyncvmm._exporter.observing import Observers, snapshot
 from asyncvmm._exporter.tracing import follow
 from asyncvmm._io.busy import BUSY_POLL_SECONDS, Busy, check_busy_poll
@@ -197,7 +198,7 @@ class open_exporter:
                 room_made=exporter._room.wake,
                 no_room=exporter._room.refuse,
             )
-            listener.start(loop, connections.accept)
+            listener.start(loop, connections.accept, refusal)
             undo.pop_all()
         self._listener, self._exporter = listener, exporter
         logger.info(

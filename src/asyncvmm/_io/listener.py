@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Self
 
 from asyncvmm._errors import (
@@ -16,7 +17,7 @@ from asyncvmm._errors import (
     ExporterNotFoundError,
     HandshakeError,
 )
-from asyncvmm._fds import close_after_fork
+from asyncvmm._fds import OwnedFd, close_after_fork
 from asyncvmm._io.binding import Node, bind, new_socket, node_at
 from asyncvmm._io.fitting import fitting
 from asyncvmm._io.liveness import PeerIdentity, identify, peer_has_ended
@@ -29,7 +30,8 @@ ACCEPT_PAUSE = 0.1
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.1
 """Seconds between two tries to connect."""
 
-_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_LIMITS = frozenset({errno.EMFILE, errno.ENFILE})
+_NO_ROOM = _LIMITS | {errno.ENOBUFS, errno.ENOMEM}
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED})
 
 _logger = logging.getLogger("asyncvmm.io")
@@ -50,6 +52,9 @@ class Listener:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_connection: Callable[[socket.socket, PeerIdentity], None] | None = None
         self._warned = False
+        self._refusal: Callable[[DescriptorLimitError], bytes] | None = None
+        # At the open-file limit it is closed, and makes room for one that is told of the limit.
+        self._spare: OwnedFd | None = None
 
     @classmethod
     def bind(cls, address: Address, *, shared: bool = False) -> Self:
@@ -60,15 +65,22 @@ class Listener:
         has it or its folder, ArgumentError if the folder is not there or no socket is in the way.
         """
         sock, node = bind(address, shared=shared)
-        return cls(sock, address, node)
+        listener = cls(sock, address, node)
+        listener._take_spare()
+        return listener
 
     def start(
         self,
         loop: asyncio.AbstractEventLoop,
         on_connection: Callable[[socket.socket, PeerIdentity], None],
+        refusal: Callable[[DescriptorLimitError], bytes] | None = None,
     ) -> None:
-        """Accept from now on; ``on_connection`` takes the socket and the pidfd."""
+        """Accept from now on; ``on_connection`` takes the socket and the pidfd.
+
+        At the open-file limit who comes is sent ``refusal`` instead, and the end.
+        """
         self._loop = loop
+        self._refusal = refusal
         self._on_connection = on_connection
         loop.add_reader(self._sock.fileno(), self._accept)
 
@@ -95,6 +107,8 @@ class Listener:
             _logger.warning("the name %s stays behind: %s", self.address.display, str(error))
         finally:
             self._sock.close()
+            if self._spare is not None:
+                self._spare.close()
 
     def _accept(self) -> None:
         try:
@@ -102,6 +116,8 @@ class Listener:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
+            if error.errno in _LIMITS and self._spare is not None:
+                return self._turn_away(self._spare)
             if error.errno not in _NO_ROOM:
                 self.stop()  # else the loop would call again at once, for ever
                 raise
@@ -111,8 +127,7 @@ class Listener:
         try:
             peer = identify(sock)
         except DescriptorLimitError as error:
-            sock.close()
-            self._pause(error)
+            self._refuse(sock, error)
             return
         self._warned = False
         try:
@@ -124,19 +139,52 @@ class Listener:
                 peer.pidfd.close()
             raise
 
-    def _pause(self, error: Exception) -> None:
+    def _turn_away(self, spare: OwnedFd) -> None:
+        """Accept one with the spare descriptor, to say that there is none for it."""
+        error = descriptor_limit()
+        spare.close()
+        self._spare = None
+        try:
+            sock, _ = self._sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            pass
+        except OSError as taken:  # by another thread, in between
+            self._pause(taken)
+        else:
+            sock.setblocking(False)
+            self._refuse(sock, error)
+        self._take_spare()
+
+    def _refuse(self, sock: socket.socket, error: DescriptorLimitError) -> None:
+        self._warn(error)
+        with sock, suppress(OSError):  # it has gone, or does not read
+            if self._refusal is not None:
+                sock.send(self._refusal(error), socket.MSG_NOSIGNAL)
+            sock.recv(1)  # its first word, if it is here: to close with unread input is a reset
+
+    def _take_spare(self) -> None:
+        try:
+            self._spare = OwnedFd(os.eventfd(0, os.EFD_CLOEXEC))
+        except OSError as error:  # they wait in the backlog then
+            _logger.debug("%s has no spare descriptor: %s", self.address.display, error)
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            _logger.warning("%s accepts nobody for now: %s", self.address.display, error)
+
+    def _pause(self, error: OSError) -> None:
         """Leave connections in the backlog for a while: the loop would call again at once."""
         if self._loop is None:
             return
-        if not self._warned:
-            self._warned = True
-            reason = descriptor_limit() if isinstance(error, OSError) else error
-            _logger.warning("%s accepts nobody for now: %s", self.address.display, reason)
+        self._warn(descriptor_limit() if error.errno in _LIMITS else error)
         self._loop.remove_reader(self._sock.fileno())
         self._loop.call_later(ACCEPT_PAUSE, self._resume)
 
     def _resume(self) -> None:
         if self._loop is not None:  # not stopped meanwhile
+            if self._spare is None:
+                self._take_spare()
             self._loop.add_reader(self._sock.fileno(), self._accept)
 
 

@@ -59,7 +59,7 @@ class Failing:
         self.driver.fail(self._k, UNKNOWN)
         try:
             yield
-        except (asyncvmm.BackendError, asyncvmm.PeerLostError) as error:
+        except asyncvmm.AsyncVMMError as error:
             self.error = error.with_traceback(None)  # which would keep views
         failed = self.driver.failed()
         self.driver.fail(0, 0)
@@ -70,9 +70,13 @@ class Failing:
         self._missed = 0
         self.driver.reset_thread()
         self.names.append(failed)
-        if isinstance(self.error, asyncvmm.BackendError):
+        if isinstance(self.error, asyncvmm.HandshakeError):  # the exporter's word
+            assert self.error.reason == "share"
+            assert failed in str(self.error)
+        elif isinstance(self.error, asyncvmm.BackendError):
             assert self.error.call == failed, f"call {self._k} was {failed}: {self.error}"
         elif failed != "cuEventQuery":  # that is just asked again
+            assert isinstance(self.error, asyncvmm.PeerLostError | None)
             assert failed in self.caplog.text, f"call {self._k}, {failed}, failed in silence"
 
 
