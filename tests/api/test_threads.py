@@ -36,9 +36,9 @@ async def test_two_threads_take_the_first_view_of_an_owner_at_once(
         both.wait()
         return found
 
-    def in_turn(self: Lease, found: object) -> object:
+    def in_turn(self: Lease, found: object, stream: int | None) -> object:
         with order:
-            return opened(self, found)
+            return opened(self, found, stream)
 
     def look() -> None:
         found = owner["x"]

@@ -88,10 +88,11 @@ class Lease(msgspec.Struct, eq=False):
         """True while any view of it is alive, or may be asked for."""
         return self.views is not None and self.views() is not None
 
-    def open(self, holder: object) -> object:
+    def open(self, holder: object, stream: int | None) -> object:
         """Keep the object that every view will hold; return the one that is kept.
 
-        Two threads may come with one each, and only the one that is watched may have views.
+        ``stream`` reads it, so the release waits for that.  Two threads may come with one holder
+        each, and only the one that is watched may have views.
         """
         with self.lock:
             if self.said:
@@ -99,6 +100,8 @@ class Lease(msgspec.Struct, eq=False):
             if self.holder is None:
                 self.holder = holder
                 self.views = weakref.ref(holder, self._gone)
+            if stream is not None and stream not in self.streams:
+                self.streams += (stream,)
             return self.holder
 
     def add_stream(self, stream: int) -> None:

@@ -107,14 +107,16 @@ class Leases:
         region, frame = self._region, lease.frame
         if lease.done:
             raise ReleasedError(f"owner {frame.key!r} was given back")
-        if self._ordered:
-            # First, for an error here is kept by whoever caught it, with what its frames hold.
-            self._order(lease)
+        # First, for an error here is kept by whoever caught it, with what its frames hold.
+        stream = self._order(lease) if self._ordered else None
         holder = lease.holder
         if holder is None:
-            holder = lease.open(
-                self._port.holder(self._address + frame.start, frame.nbytes, region.keepalive())
+            holder = self._port.holder(
+                self._address + frame.start, frame.nbytes, region.keepalive()
             )
+            return lease.open(holder, stream)
+        if stream is not None and stream not in lease.streams:
+            lease.add_stream(stream)
         return holder
 
     def record_stream(self, lease: Lease, stream: object) -> None:
@@ -220,16 +222,15 @@ class Leases:
                 self._put_off((lease, *others), error)
                 return
             lane = self.lane(lease.streams)
-        lease.done = True
-        del self.live[frame.slot]
+        for each in (lease, *others) if others else (lease,):
+            each.done = True
+            del self.live[each.frame.slot]
         if lease.reason:
             self._core.refuse(frame, lease.reason)
+        elif others:
+            self._core.release(frame, handle, lane, [other.frame for other in others])
         else:
             self._core.release(frame, handle, lane)
-        for other in others:
-            other.done = True
-            del self.live[other.frame.slot]
-            self._core.release(other.frame, b"", lane, frame.slot if lane else -1)
 
     def _put_off(self, leases: Sequence[Lease], error: BackendError) -> None:
         """Try again soon: without its event a release frees bytes that may be read (inv. 4)."""

@@ -23,8 +23,11 @@ class Ordering:
         self._once = once
         self._unopened: dict[int, bytes] = {}  # events that the driver refused, by slot
 
-    def order(self, lease: Lease) -> None:
-        """Make the current stream wait for the ready event of the owner's own batch (inv. 8)."""
+    def order(self, lease: Lease) -> int:
+        """Make the current stream wait for the ready event of the owner's own batch (inv. 8).
+
+        Returns the stream, which the release is to wait for.
+        """
         stream = self._current_stream()
         ready = lease.ready
         if stream not in ready.waited:
@@ -38,11 +41,10 @@ class Ordering:
                 self._open_again(ready.slot)
             self._region.wait_ready(ready.slot, stream)
             ready.waited += (stream,)
-        if stream not in lease.streams:
-            slot = lease.frame.slot
-            if slot != ready.slot:
-                self._region.note_read(slot)
-            lease.add_stream(stream)
+        slot = lease.frame.slot
+        if slot != ready.slot and stream not in lease.streams:
+            self._region.note_read(slot)
+        return stream
 
     def open_ready(self, slot: int, handle: bytes) -> None:
         """Open a slot's ready event; if the driver refuses, whoever asks for a view is told."""

@@ -54,10 +54,15 @@ class TracedCore(ConsumerCore):
         return owners
 
     def release(
-        self, owner: wire.OwnerFrame, handle: bytes = b"", lane: int = 0, event: int = -1
+        self,
+        owner: wire.OwnerFrame,
+        handle: bytes = b"",
+        lane: int = 0,
+        others: Sequence[wire.OwnerFrame] = (),
     ) -> None:
-        super().release(owner, handle, lane, event)
-        self._end(owner, "released")
+        super().release(owner, handle, lane, others)
+        for each in (owner, *others):
+            self._end(each, "released")
 
     def refuse(self, owner: wire.OwnerFrame, reason: str) -> None:
         super().refuse(owner, reason)

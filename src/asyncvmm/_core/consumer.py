@@ -117,15 +117,25 @@ class ConsumerCore(Checking):
         return owners
 
     def release(
-        self, owner: wire.OwnerFrame, handle: bytes = b"", lane: int = 0, event: int = -1
+        self,
+        owner: wire.OwnerFrame,
+        handle: bytes = b"",
+        lane: int = 0,
+        others: Sequence[wire.OwnerFrame] = (),
     ) -> None:
         """Say that an owner is done with; exactly once (inv. 6).
 
-        ``event`` is the slot whose event stands for its reads, if that is not its own.
+        So are ``others``, for whose reads its event stands, too.
         """
         self._settle(owner)
-        self.released += 1
-        self._say(owner, wire.Release(owner.slot, owner.generation, handle, lane, event))
+        self.released += 1 + len(others)
+        names = []
+        for other in others:
+            self._settle(other)
+            names.append((other.slot, other.generation))
+        self._say(owner, wire.Release(owner.slot, owner.generation, handle, lane, names))
+        for other in others:
+            self.said[other.slot] = self.said[owner.slot]
 
     def refuse(self, owner: wire.OwnerFrame, reason: str) -> None:
         """Say that an owner was never used, and why; exactly once (inv. 6)."""
@@ -209,7 +219,8 @@ class ConsumerCore(Checking):
                 if self.competes:
                     self.outgoing.append(wire.encode(wire.Take(slot, generation)))
             elif generation == self._generations[slot] and slot in self.said:
-                self.outgoing.append(self.said[slot])
+                if self.said[slot] not in self.outgoing:  # one word may be on several
+                    self.outgoing.append(self.said[slot])
             elif not self.competes or (slot, generation) in self._unanswered:
                 refusal = wire.Refuse(slot, generation, "it was lost with the link")
                 self.outgoing.append(wire.encode(refusal))

@@ -14,30 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncvmm._core import wire
+from asyncvmm._core.assigning import Assigning
 from asyncvmm._core.ledger import ANYBODY, BatchRecord, Peer, PeerState, Record
-from asyncvmm._core.routing import Competitors, Ranks, To
+from asyncvmm._core.routing import Competitors, To
 from asyncvmm._core.slots import FILLING, HELD
-from asyncvmm._core.ticketing import Ticketing
 from asyncvmm._errors import ClosedError, LocalProtocolError
-from asyncvmm._types import Broadcast, Key, Route
+from asyncvmm._types import Key
 
 CONNECTING, OPEN, CLOSING, CLOSED = PeerState
 
 
-class ExporterCore(Ticketing):
+class ExporterCore(Assigning):
     """Loans, peers and routes joined; see the module's own rules."""
-
-    def __init__(self, *, slots: int, route: Route) -> None:
-        super().__init__(slots)
-        self.route: Ranks | Competitors
-        if isinstance(route, Broadcast):
-            self.route = Ranks(route.consumer_count)
-        else:
-            self.route = Competitors()
-        self._everybody = self.route.targets(None)
-        self.closing = False
-        self._goodbye = wire.encode(wire.Goodbye())
-        self._next_peer = 0
 
     # -- publishing --------------------------------------------------------------------------
 
@@ -130,31 +118,6 @@ class ExporterCore(Ticketing):
                     record.waiting |= {rank}
                 route.keep(rank, batch)
 
-    def _seat(self, member: Key) -> Peer | None:
-        if not isinstance(self.route, Ranks):
-            return None
-        peer = self.route.seats.get(int(member))
-        return peer if peer is not None and peer.state is OPEN else None
-
-    def _assign(self) -> None:
-        """Hand out what is pending; when closing, tell those to whom nothing can come any more."""
-        route = self.route
-        if isinstance(route, Competitors):
-            while route.pending and (peer := route.freest()) is not None:
-                batch = route.pending.popleft()
-                peer.untaken[batch.number] = batch
-                self._deliver(peer, batch)
-        if self.closing and not route.busy:
-            for peer in self.peers.values():
-                if peer.state is OPEN:
-                    self._tell(peer)
-
-    def _tell(self, peer: Peer) -> None:
-        """Say goodbye to a peer, once."""
-        if not peer.told:
-            peer.told = True
-            self.outgoing.append((peer.id, self._goodbye))
-
     # -- peers -------------------------------------------------------------------------------
 
     def admit(self, rank: int | None, name: str | None, window: int) -> Peer:
@@ -185,24 +148,16 @@ class ExporterCore(Ticketing):
             if peer.state is CLOSED:  # an earlier message settled the last debt of an absent peer
                 self.tally.stale += 1
                 continue
-            if not isinstance(message, wire.Release):  # most are
-                if isinstance(message, wire.Goodbye):
-                    self._left(peer)
-                    continue
-                if isinstance(message, (wire.Redeem, wire.Waive)):
-                    self._show(peer, message)
-                    continue
-            record = peer.find(message.slot, message.generation)
-            if record is None:
-                self.tally.stale += 1
-            elif isinstance(message, wire.Release):
-                peer.releases += 1
-                self.tally.released += 1
-                record.released += (peer.member,)
-                record.released_by += ((peer.id, message.lane),)
-                if message.event >= 0:
-                    record.release_slots = (record.release_slots or {}) | {peer.id: message.event}
-                self._let_go(peer, record)
+            if isinstance(message, wire.Release):  # most are
+                self._released(peer, message.slot, message.generation, message.lane)
+                for slot, generation in message.others:
+                    self._released(peer, slot, generation, message.lane, message.slot)
+            elif isinstance(message, wire.Goodbye):
+                self._left(peer)
+            elif isinstance(message, wire.Redeem | wire.Waive):
+                self._show(peer, message)
+            elif (record := self._found(peer, message.slot, message.generation)) is None:
+                continue
             elif isinstance(message, wire.Take):
                 self._taken(peer, record)
             elif isinstance(message, wire.PutBack):
@@ -211,6 +166,19 @@ class ExporterCore(Ticketing):
                 self.tally.refused += 1
                 record.refused += ((peer.member, message.reason),)
                 self._let_go(peer, record)
+
+    def _released(self, peer: Peer, slot: int, generation: int, lane: int, event: int = -1) -> None:
+        """Hear that a peer is done with an owner; ``event`` is a slot whose event stands for it."""
+        record = self._found(peer, slot, generation)
+        if record is None:
+            return
+        if lane and event >= 0:
+            record.release_slots = (record.release_slots or {}) | {peer.id: event}
+        peer.releases += 1
+        self.tally.released += 1
+        record.released += (peer.member,)
+        record.released_by += ((peer.id, lane),)
+        self._let_go(peer, record)
 
     def died(self, peer_id: int) -> None:
         """Settle everything a dead process held, queued or taken (inv. 6)."""
@@ -247,25 +215,7 @@ class ExporterCore(Ticketing):
         self._close_absent(peer)
         self._assign()
 
-    def _put_back(self, peer: Peer) -> None:
-        """Make what a leaving competitor had not taken pending again."""
-        if not peer.untaken or not isinstance(self.route, Competitors):
-            return
-        self.tally.reassigned += len(peer.untaken)
-        for batch in peer.untaken.values():
-            for record in batch.records:
-                record.waiting = ANYBODY
-                record.holders.discard(peer.id)
-                del peer.holds[record.slot]
-                self._review(record)
-        self.route.put_back(peer.untaken.values())
-        peer.untaken.clear()
-
     # -- settling ----------------------------------------------------------------------------
-
-    def _taken(self, peer: Peer, record: Record) -> None:
-        if record.batch is not None and peer.untaken.pop(record.batch.number, None) is not None:
-            self._assign()
 
     def _let_go(self, peer: Peer, record: Record) -> None:
         self._settle(peer, record)

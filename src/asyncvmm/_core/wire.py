@@ -27,7 +27,7 @@ from asyncvmm._core.ticket_messages import PutBack as PutBack
 from asyncvmm._core.ticket_messages import Redeem as Redeem
 from asyncvmm._core.ticket_messages import Waive as Waive
 from asyncvmm._errors import ArgumentError, RemoteProtocolError, VersionMismatchError
-from asyncvmm._types import RegionInfo, SegmentInfo
+from asyncvmm._types import MAX_SLOTS, RegionInfo, SegmentInfo
 
 VERSION = 2
 """Raised whenever an older release could misread a packet."""
@@ -153,7 +153,7 @@ class Take(msgspec.Struct, array_like=True, frozen=True, tag=8, gc=False):
 
 
 class Release(msgspec.Struct, array_like=True, frozen=True, tag=9, gc=False):
-    """Consumer: I am done with this owner once my event for its slot is."""
+    """Consumer: I am done with this owner, and with the others, once my event for its slot is."""
 
     slot: _Natural
     generation: _Natural
@@ -161,8 +161,8 @@ class Release(msgspec.Struct, array_like=True, frozen=True, tag=9, gc=False):
     """The slot's release event, the first time only."""
     lane: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Releases of one lane were recorded on one stream, so their events finish in order."""
-    event: Annotated[int, Meta(ge=-1, le=2**62)] = -1
-    """The slot whose event it is, if that is another's: of an owner released together with this."""
+    others: Annotated[list[tuple[_Natural, _Natural]], Meta(max_length=MAX_SLOTS)] = []
+    """Slots and generations of owners that were read on the same streams."""
 
 
 class Refuse(msgspec.Struct, array_like=True, frozen=True, tag=10, gc=False):

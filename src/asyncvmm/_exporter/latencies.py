@@ -6,7 +6,9 @@ somebody asks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from asyncvmm._core.observation import BUCKETS
 
@@ -26,10 +28,15 @@ class Histogram:
         self._counts = [0] * 64  # more than any time has bits
         self.total = 0.0
 
-    def add(self, seconds: float) -> None:
-        """Count one."""
-        self._counts[int(seconds * 1e6).bit_length()] += 1
-        self.total += seconds
+    def add(self, seconds: float, times: int = 1) -> None:
+        """Count what took so long, once or several times."""
+        self._counts[int(seconds * 1e6).bit_length()] += times
+        self.total += seconds * times
+
+    def add_since(self, stamps: Iterable[float], now: float) -> None:
+        """Count how long ago each was; those of one batch are equal and come together."""
+        for stamp, same in groupby(stamps):
+            self.add(now - stamp, sum(1 for _ in same))
 
     def latencies(self) -> Latencies:
         """Return what was counted so far."""

@@ -243,22 +243,17 @@ class Lending(Single):
 
     def _freed(self, records: Sequence[Record]) -> None:
         """Every fence is done: the bytes are nobody's now."""
-        counters, now = self._counters, monotonic()
         if self._debug:
             for record in records:
                 self._poison(record)
         self._core.drained(*records)
+        self._counters.freed(records)
         for record in records:
             ack = record.acknowledgement
             # Whoever keeps the acknowledgement keeps the outcome, not the packet; and no circle
             # is left for the garbage collector.
             record.acknowledgement = record.batch = None
             if isinstance(ack, Acknowledgement):
-                counters.acknowledged += 1
-                counters.handoff.add(now - record.stamp)
-                if record.refused or record.lost:
-                    counters.refused += len(record.refused)
-                    counters.lost += len(record.lost)
                 ack._settle(record)
         if self._queue:
             self._room.wake()

@@ -38,10 +38,20 @@ class Counters:
 
     def let_go(self, records: Iterable[Record]) -> None:
         """Note that nobody holds these owners any more."""
-        now = monotonic()
+        stamps = [record.stamp for record in records if record.batch is not None]
+        self.release.add_since(stamps, monotonic())
+
+    def freed(self, records: Iterable[Record]) -> None:
+        """Note that the memory of these is back; loans that were given up count for nothing."""
+        stamps = []
         for record in records:
-            if record.published:
-                self.release.add(now - record.stamp)
+            if record.acknowledgement is not None:
+                stamps.append(record.stamp)
+                if record.refused or record.lost:
+                    self.refused += len(record.refused)
+                    self.lost += len(record.lost)
+        self.acknowledged += len(stamps)
+        self.handoff.add_since(stamps, monotonic())
 
 
 def report(exporter: Exporter, owners: int | None = None) -> PoolStatistics:
