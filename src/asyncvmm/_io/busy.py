@@ -17,10 +17,10 @@ from typing import cast
 
 from asyncvmm._errors import ArgumentError
 
-BUSY_POLL_SECONDS = 500e-6
-"""Most that the loop turns for one answer, unless the user says otherwise: twice the 200 to 250 us
-that an answer takes between two that both sleep, on the slowest host measured.  They have to begin
-from there; once both turn it is a third of that."""
+BUSY_POLL_SECONDS = 600e-6
+"""Most that the loop turns for one answer, unless the user says otherwise: twice the 300 us that an
+answer takes between two that both sleep on the slowest host measured (elsewhere 90 us).  They have
+to begin from there; once both turn it is a third to half of that."""
 
 MOST_BUSY_POLL_SECONDS = 0.01
 """Beyond it nobody can have meant seconds."""
