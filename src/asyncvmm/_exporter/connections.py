@@ -124,8 +124,7 @@ class Connections:
                 self._greeting.pop(conn, None)
             return
         if conn.peer.state is PeerState.CONNECTING:
-            self.handshake.attach(conn, packet)
-            return
+            return self.handshake.attach(conn, packet)
         self._core.receive(conn.peer.id, self._decoded(conn, packet))
         self._pump()
 
