@@ -77,6 +77,8 @@ class Lease(msgspec.Struct, eq=False):
     """Why it was refused, if it was."""
     streams: tuple[int, ...] = ()
     """Device streams that read it."""
+    ordered: bool = False
+    """One of them has waited for its batch: what is recorded behind them all is behind its copy."""
 
     @property
     def opened(self) -> bool:

@@ -214,7 +214,7 @@ class Leases:
         frame = lease.frame
         handle, lane = b"", 0
         heard = self._core.state is not PeerState.CLOSED or self._core.resumable
-        if lease.streams and not lease.reason and heard:
+        if lease.streams and lease.ordered and not lease.reason and heard:
             slots = [other.frame.slot for other in others] if others else ()
             try:
                 handle = self._region.record_release(frame.slot, lease.streams, slots)

@@ -44,6 +44,7 @@ class Ordering:
         slot = lease.frame.slot
         if slot != ready.slot and stream not in lease.streams:
             self._region.note_read(slot)
+        lease.ordered = True
         return stream
 
     def open_ready(self, slot: int, handle: bytes) -> None:

@@ -86,6 +86,14 @@ class Draining:
             records = [record for record, lanes in found if not self._waits(record, lanes, done)]
         self._free(records)
 
+    def after_copy(self, slot: int, act: Callable[[], None]) -> None:
+        """Call ``act`` once no thread queues copies into a slot any more: at once if none does."""
+        copy = self.copying.get(slot)
+        if copy is None:
+            act()
+        else:
+            copy.add_done_callback(lambda _: act())
+
     def _still_copied(self, record: Record) -> bool:
         """Say whether it was given up while its copy runs: the copy's end is the fence then."""
         copy = self.copying.get(record.slot)

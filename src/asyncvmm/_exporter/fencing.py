@@ -29,12 +29,23 @@ READY = -1
 Lane: TypeAlias = tuple[int, int]
 """(peer, lane): fences of one lane finish in the order in which they were released.
 
-Of our own, which are recorded in one order and released in another, each slot is its own lane."""
+Of our own, which are recorded in one order and released in another, each slot is its own lane; so
+is each event of those that read what others had, too."""
 
 
 def ready_slot(record: Record) -> int:
     """Return the slot whose ready event stands for the end of the writes to a record's bytes."""
     return record.slot if record.ready_slot < 0 else record.ready_slot
+
+
+def _one_by_one(record: Record, lanes: Sequence[Lane]) -> tuple[Lane, ...]:
+    """Make each event its own lane.
+
+    An owner that others had, too, drains when the last of them lets go: so several drain in
+    another order than each of their readers gave them back in.
+    """
+    shared = record.release_slots or {}
+    return tuple([(peer, -1 - shared.get(peer, record.slot)) for peer, _ in lanes])
 
 
 class Fencing:
@@ -130,6 +141,8 @@ class Fencing:
             if not lane or (peer, at) not in given:
                 lanes = self._with_events(record)
                 break
+        if len(record.released) > 1 or record.refused or record.lost:
+            lanes = _one_by_one(record, lanes)
         if not lanes or len(self._streams) > 1:
             slot = ready_slot(record)
             late = self._late_fence(READY, slot) if self._late else None

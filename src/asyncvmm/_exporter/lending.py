@@ -196,9 +196,13 @@ class Lending(Single):
         if self._forked or self._ended:
             return  # the pool is gone, and the loan with it
         if self._fenced:
-            self._fencing.record_end(ready_slot(record), stream)
+            self._draining.after_copy(record.slot, partial(self._record_end, record, stream))
         self._core.abandon(record)
         self._pump()
+
+    def _record_end(self, record: Record, stream: int) -> None:
+        if not self._ended:
+            self._fencing.record_end(ready_slot(record), stream)
 
     def _writable(self, record: Record) -> object:
         keepalive = self._region.keepalive()
