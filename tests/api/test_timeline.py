@@ -15,6 +15,7 @@ import torch
 import asyncvmm
 from asyncvmm._core.slots import SlotTable
 from asyncvmm._io import chrome, timeline
+from asyncvmm.cli import traces
 from tests.api.books import until
 from tests.api.traces import Trace
 from tests.process import steps
@@ -264,3 +265,71 @@ def test_parts_of_other_hosts_are_not_joined(tmp_path: Path) -> None:
     with pytest.raises(asyncvmm.ArgumentError, match="no trace"):
         chrome.join([tmp_path / "c"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+async def test_a_file_of_another_end_is_refused_at_once_and_free_after_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Kills: two ends that write over each other; a claim that outlives its end, or an end that
+    could not be opened."""
+    file = tmp_path / "trace.json"
+    kept = [  # so that nothing is given back by the garbage collector
+        asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB", trace=file)
+        for _ in range(2)
+    ]
+    for run in kept:  # one after the other has the same file
+        async with run:
+            for opening in (
+                asyncvmm.connect("pool", device="cpu", rank=0, trace=file),
+                asyncvmm.open_exporter("other", device="cpu", trace=file),
+            ):
+                with pytest.raises(asyncvmm.ArgumentError, match=r"trace\.json.*a folder"):
+                    await opening.__aenter__()
+        assert [*Trace(file).lives] == []
+    for _ in range(2):
+        with pytest.raises(asyncvmm.ExporterNotFoundError):
+            await asyncvmm.connect("pool", device="cpu", rank=0, trace=file).__aenter__()
+        with pytest.raises(asyncvmm.ArgumentError, match="no folder"):
+            await asyncvmm.open_exporter("/nowhere/e", device="cpu", trace=file).__aenter__()
+
+
+async def test_in_a_folder_each_end_names_its_own_file(folder: Path, tmp_path: Path) -> None:
+    """All ends are given the same, as by one environment variable; two of them have one name.
+
+    Kills: a name that two ends of one process share, that leaves the folder, or that is left
+    empty by an end that could not be opened.
+    """
+    with pytest.raises(asyncvmm.ExporterNotFoundError):
+        await asyncvmm.connect("pool", device="cpu", rank=0, trace=tmp_path).__aenter__()
+    assert os.listdir(tmp_path) == []
+    path = str(folder / "pool")  # of which the file has no slash
+    for _ in range(2):
+        async with (
+            asyncvmm.open_exporter(
+                path, device="cpu", pool_bytes="64KiB", route=asyncvmm.Broadcast(2), trace=tmp_path
+            ) as exporter,
+            asyncvmm.connect(path, device="cpu", rank=0, trace=str(tmp_path)),
+            asyncvmm.connect(path, device="cpu", rank=1, trace=f"{tmp_path}/"),
+        ):
+            await exporter.wait_attached(2)
+    pid, parts = os.getpid(), sorted(os.listdir(tmp_path))
+    ends = f"exporter{path.replace('/', '-')}", "rank-0", "rank-1"
+    assert parts == sorted(f"{end}-{pid}{more}.json" for end in ends for more in ("", "_2"))
+    out = tmp_path / "all.json"
+    assert chrome.join([tmp_path / part for part in parts], out) > 0
+    titles = sorted([f"exporter {path}", "rank 0", "rank 1"] * 2)
+    assert sorted(Trace(out).ends.values()) == titles
+
+
+def test_what_a_killed_process_left_empty_keeps_nobody_from_joining(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kills: an error, or silence, for a file that was claimed and never written."""
+    noted = timeline.Timeline(tmp_path / "a.json")
+    noted.prepare("a")
+    chrome.write(noted)
+    (tmp_path / "b.json").touch()
+    traces.join(tmp_path / "out", [tmp_path / "a.json", tmp_path / "b.json"])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("events of 1 parts")
+    assert second == f"nothing is in {tmp_path / 'b.json'}"

@@ -60,7 +60,8 @@ class connect(Generic[ConsumerT]):
     while batches usually come within half of that; 0 is for never.
 
     ``trace`` names a file for the timeline of every owner, written at the end; not together with
-    ``reconnect``.
+    ``reconnect``.  Each end writes its own, and one that another has is refused.  A folder may be
+    given to all of them: each makes a file there, with its rank or name and its process in it.
 
     Entering raises ExporterNotFoundError, RankError, VersionMismatchError, AccessDeniedError or
     another HandshakeError, DescriptorLimitError or BackendError, and keeps nothing.  There is no
@@ -145,17 +146,28 @@ class connect(Generic[ConsumerT]):
     async def __aenter__(self) -> ConsumerT:
         if self._consumer is not None:
             raise LocalProtocolError("connect() can be entered once; call it again")
-        if self._timeline is not None:
-            await in_thread(self._timeline.prepare)
-        if self._port is None:
-            # Before the handshake, so that an exporter never waits for our imports.
-            await in_thread(preload, self._device)
-        first = await self._come_in(wait=self._wait)
+        try:
+            first = await self._first()
+        except BaseException:
+            if self._timeline is not None:
+                self._timeline.release()
+            raise
         if self._reconnect:
             self._consumer = ReconnectingConsumer(first, partial(self._come_in, wait=True))
         else:
             self._consumer = first
         return cast("ConsumerT", self._consumer)
+
+    async def _first(self) -> Consumer:
+        if self._timeline is not None:
+            who = "consumer" if self._hello.rank is None else f"rank-{self._hello.rank}"
+            name = "" if self._hello.name is None else f"-{self._hello.name}"
+            claim = partial(self._timeline.prepare, f"{who}{name}")
+            await made_in_thread(claim, lambda _: None)
+        if self._port is None:
+            # Before the handshake, so that an exporter never waits for our imports.
+            await in_thread(preload, self._device)
+        return await self._come_in(wait=self._wait)
 
     async def _come_in(self, *, wait: bool) -> Consumer:
         address = await in_thread(resolve, self._name)

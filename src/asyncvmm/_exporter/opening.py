@@ -62,7 +62,7 @@ class open_exporter:
     who stands still is named within one.  ``busy_poll`` is the most seconds that the loop polls
     without waiting for an answer, and only while answers usually come within half of that; 0 is
     for never (docs/performance.md has what it costs).  ``trace`` names a
-    file for the timeline of every owner, written at the end.
+    file for the timeline of every owner, written at the end, or a folder: see ``connect``.
 
     Leaving the block takes no new owners, waits up to ``close_timeout`` seconds for those that
     are out (then warns with OwnersOutstandingWarning), and tells the consumers that the stream
@@ -141,7 +141,9 @@ class open_exporter:
         loop = asyncio.get_running_loop()
         async with AsyncExitStack() as undo:
             if self._timeline is not None:
-                await in_thread(self._timeline.prepare)
+                claim = partial(self._timeline.prepare, f"exporter-{self._name}")
+                undo.callback(self._timeline.release)
+                await made_in_thread(claim, lambda _: None)
             port = self._port
             if port is None:
                 port = await in_thread(open_port, self._device)

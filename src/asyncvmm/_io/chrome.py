@@ -46,6 +46,8 @@ def write(timeline: Timeline) -> None:
         _replace(timeline.path, _events(timeline), [_about(timeline)])
     except OSError as error:
         logger.error("the trace %s could not be written: %s", timeline.path, error)
+    finally:
+        timeline.release()
 
 
 def _replace(path: Path, events: Iterable[Event], about: list[Event]) -> int:

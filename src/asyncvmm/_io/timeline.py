@@ -9,13 +9,19 @@ It knows no rules: the names of phases are given by who notes them.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import re
+import stat
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic_ns
 from typing import Literal, TypeAlias
 
 from asyncvmm._errors import ArgumentError
+from asyncvmm._fds import OwnedFd
 
 MOST_LIVES = 20_000
 """Owners kept, and waits kept.  A life takes about 1.5 kilobytes, so this bounds the memory of a
@@ -50,6 +56,9 @@ class Timeline:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._given = os.fspath(path)
+        self._file: OwnedFd | None = None  # open and locked for as long as it is ours
+        self._made = False  # by us, under a name of its own
         self.title = ""
         self.made_in = os.getpid()
         self.identity = b""
@@ -61,16 +70,63 @@ class Timeline:
         self.ended = 0
         self.waited = 0
 
-    def prepare(self) -> None:
-        """Make sure that the file can be written; blocks, so call it in a thread."""
+    def prepare(self, who: str) -> None:
+        """Claim the file until :meth:`release`; blocks, so call it in a thread.
+
+        If a folder was given it is a new file there, named after ``who`` and this process.  Raises
+        ArgumentError if it cannot be written, or if another end that is open has it.
+        """
         try:
-            with open(self.path, "ab"):
-                pass
+            file = self._in_folder(who) if self.path.is_dir() else self._open(self._given)
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                self._lock(file)
+            else:
+                file.close()  # a pipe, a device: whoever reads it waits for its end
         except OSError as error:
             raise ArgumentError(
-                f"trace={str(self.path)!r} cannot be written: {error.strerror}; name a file in a "
-                f"folder that exists"
+                f"trace={self._given!r} cannot be written: {error.strerror}; name a file in a "
+                f"folder that exists, or such a folder"
             ) from None
+
+    def _in_folder(self, who: str) -> OwnedFd:
+        stem = re.sub(r"[^A-Za-z0-9._]+", "-", f"{who}-{os.getpid()}")[-200:].lstrip("-.")
+        folder, number = self.path, 1
+        while True:  # another end in this process, or an earlier one, may have the name
+            self.path = folder / (f"{stem}.json" if number == 1 else f"{stem}_{number}.json")
+            with suppress(FileExistsError):
+                file = self._open(self.path, os.O_EXCL)
+                self._made = True
+                return file
+            number += 1
+
+    @staticmethod
+    def _open(path: str | os.PathLike[str], how: int = 0) -> OwnedFd:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | how
+        return OwnedFd(os.open(path, flags, 0o666))
+
+    def _lock(self, file: OwnedFd) -> None:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ArgumentError(
+                f"trace={self._given!r} is the file of another exporter or consumer that is open, "
+                f"and each writes a file of its own; give a folder to all of them, in which each "
+                f"names its own"
+            ) from None
+        except OSError as error:
+            if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP}:  # a file system without locks
+                file.close()
+                raise
+        self._file = file
+
+    def release(self) -> None:
+        """End the claim, written or not; again is a no-op."""
+        file, self._file = self._file, None
+        if file is not None:
+            with file, suppress(FileNotFoundError):  # removed by somebody else
+                if self._made and not self.path.stat().st_size:
+                    self.path.unlink()
 
     def begin(self, slot: int, generation: int, phase: str) -> Life:
         """Note that a life begins."""

@@ -29,7 +29,11 @@ def join(
 ) -> None:
     """Join the parts that the processes of one host wrote into one trace, for ui.perfetto.dev."""
     with ends.in_one_line():
+        empty = [part for part in parts if part.is_file() and not part.stat().st_size]
+        parts = [part for part in parts if part not in empty]
         typer.echo(f"{out}: {chrome.join(parts, out):,} events of {len(parts)} parts")
+        if empty:  # an open end has them, or one that was killed
+            typer.echo(f"nothing is in {', '.join(map(str, empty))}")
 
 
 @contextlib.contextmanager
