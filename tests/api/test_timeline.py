@@ -18,6 +18,7 @@ from asyncvmm._io import chrome, timeline
 from asyncvmm.cli import traces
 from tests.api.books import until
 from tests.api.traces import Trace
+from tests.io.ends import open_fds
 from tests.process import steps
 from tests.process.harness import Peers
 from tests.process.patterns import features, note
@@ -277,6 +278,7 @@ async def test_a_file_of_another_end_is_refused_at_once_and_free_after_it(
         asyncvmm.open_exporter("pool", device="cpu", pool_bytes="64KiB", trace=file)
         for _ in range(2)
     ]
+    before = open_fds()
     for run in kept:  # one after the other has the same file
         async with run:
             for opening in (
@@ -286,6 +288,7 @@ async def test_a_file_of_another_end_is_refused_at_once_and_free_after_it(
                 with pytest.raises(asyncvmm.ArgumentError, match=r"trace\.json.*a folder"):
                     await opening.__aenter__()
         assert [*Trace(file).lives] == []
+        assert open_fds() == before
     for _ in range(2):
         with pytest.raises(asyncvmm.ExporterNotFoundError):
             await asyncvmm.connect("pool", device="cpu", rank=0, trace=file).__aenter__()
