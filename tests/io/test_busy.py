@@ -134,6 +134,32 @@ def test_a_few_in_vain_end_it(hand: Hand) -> None:
         assert not answer(busy, hand, late)
 
 
+SLOW = 200e-6
+"""Seconds: quick enough to be turned for, and more than may be turned for in vain."""
+
+
+def test_it_rests_where_answers_come_no_quicker_for_it(hand: Hand) -> None:
+    """Kills: a core that turns for a GPU which is shared in turns of its own; a rest for ever.
+
+    Also: a rest that begins at once, before it can be known.
+    """
+    busy = taught(hand, SLOW)
+    turned = [answer(busy, hand, SLOW) > 0 for _ in range(2 * module.REST)]
+    assert turned.count(True) <= 2 * module.TRIAL + 2
+    first = turned.index(True, module.TRIAL)
+    assert all(turned[first : first + module.TRIAL])
+
+
+def test_it_goes_on_where_answers_come_quicker_for_it(hand: Hand) -> None:
+    """Kills: a comparison with what is usual now, instead of with what it was before."""
+    busy = make(hand)
+    turned = 0
+    for _ in range(8 * module.TRIAL):
+        seconds = SLOW / 3 if turned else SLOW
+        turned = answer(busy, hand, seconds)
+    assert turned
+
+
 def test_a_late_answer_is_forgotten_soon(hand: Hand) -> None:
     """However late: after a pause of an hour it begins again as after one of 1 ms.
 

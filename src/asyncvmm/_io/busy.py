@@ -32,6 +32,19 @@ time.  It says nothing about the answers that one has to wait for."""
 WANTED_SECONDS = 30e-6
 """A yield of the core that takes longer let somebody else run; else it takes one."""
 
+TRIAL = 32
+"""Answers after which turning must have made them quicker, else the loop rests from it.  Two
+processes that share a GPU wait for its change from one to the other, and that comes no sooner."""
+
+GAIN = 0.75
+"""What they may take of what they took before.  Where turning helps it was a third to a half."""
+
+QUICK_SECONDS = 100e-6
+"""Answers that take no longer may be turned for in any case."""
+
+REST = 4096
+"""Answers that are slept on then, so that trials cost less than a hundredth of a core."""
+
 SHARE = 8
 """What one answer counts for: an eighth of what all before it do."""
 
@@ -43,10 +56,12 @@ class Busy:
     most seconds for one answer; 0 is for never.  The loop turns for twice as long as answers took
     of late, and not at all if that is more, or if ``worth`` says that nothing is gained.  Very late
     answers count as ``2 * longest``, and so do cores that others need: two or three of them end it.
+    So does turning that makes no answer quicker, for a while.
     """
 
     __slots__ = (
-        "_longest", "_loop", "_since", "_slow", "_turning", "_until", "_usual", "_waiting", "_worth"
+        "_before", "_longest", "_loop", "_rest", "_since", "_slow", "_trial", "_turning", "_until",
+        "_usual", "_waiting", "_worth",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +74,8 @@ class Busy:
         self._longest = longest
         self._worth = worth
         self._usual = self._slow = 2 * longest  # nothing is known yet
+        self._before = 0.0  # what was usual when it began to turn
+        self._trial = self._rest = 0  # answers that were turned for; those still to be slept on
         self._waiting = 0
         self._since: float | None = None  # when the wait for the next packet began
         self._until = 0.0
@@ -81,15 +98,28 @@ class Busy:
             took = now - self._since
             if took >= THERE_SECONDS:
                 self._learn(took)
+                self._judge()
             self._expect(now)
 
     def _learn(self, took: float) -> None:
         self._usual += (min(took, self._slow) - self._usual) / SHARE
 
+    def _judge(self) -> None:
+        """Count an answer, and rest where so many that were turned for came no quicker."""
+        if self._until == self._since:
+            self._trial = 0
+            self._rest -= self._rest > 0
+            return
+        self._trial += 1
+        if self._trial % TRIAL == 0 and self._usual > max(QUICK_SECONDS, GAIN * self._before):
+            self._rest = REST
+
     def _expect(self, now: float) -> None:
         self._since = self._until = now
         window = 2 * self._usual
-        if window <= self._longest and self._worth():
+        if window <= self._longest and not self._rest and self._worth():
+            if not self._trial:
+                self._before = self._usual
             self._until += window
             if not self._turning:
                 self._turning = True
