@@ -71,6 +71,7 @@ class Elastic:
             self._busy is None
             and not self._closed
             and self._core.slots.free
+            and nbytes > self._core.bytes.largest_gap  # else more slots are lacking
             and self._core.bytes.capacity < self.max_pool_bytes
             and (not self._failed or nbytes > self._largest(mapped=True))
         ):

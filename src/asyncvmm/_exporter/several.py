@@ -97,6 +97,8 @@ class Several(Lending):
         require: Require,
     ) -> Parcels:
         """Check and lay out everything before anything is taken."""
+        if not isinstance(owners, Sequence):
+            raise ArgumentError(f"owners are a sequence of mappings, got {owners!r:.80}")
         count = len(owners)
         names = one_each("keys", keys, count)
         notes = one_each("metadata", metadata, count)
@@ -201,7 +203,7 @@ def _pieces(places: list[tuple[int, Plan]]) -> Iterator[list[tuple[int, Plan]]]:
 
 def one_each(what: str, given: Sequence[T], count: int) -> Sequence[T | None]:
     """Return one for each of ``count`` owners: what was given, or None if nothing was."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise ArgumentError(f"{what} are a sequence with one for each owner, got {given!r:.80}")
     if not given:
         return (None,) * count
