@@ -134,6 +134,14 @@ async def test_every_wait_counts() -> None:
         assert not exporter._connections.busy._waiting
 
 
+@pytest.mark.parametrize("busy_poll", [0, 0.003])
+async def test_both_ends_do_as_they_were_told(busy_poll: float) -> None:
+    """Kills: an option that one of the ends takes and forgets."""
+    async with open_pair(busy_poll=busy_poll) as pair:
+        assert pair.exporter._connections.busy._longest == busy_poll
+        assert pair.consumer._link.busy._longest == busy_poll
+
+
 async def test_with_many_in_flight_it_is_not_worth_it() -> None:
     """A packet of them at most is.  Kills: turning where many answers share one sleep anyway."""
     async with open_pair(slots=64) as pair:
