@@ -10,6 +10,7 @@ conjugated, in host memory) are torch's, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -34,6 +35,9 @@ _CARRIERS = {
 """The dtypes that share launches, and as what they are copied: torch copies many tensors of a
 16-bit float by way of a 32-bit one, which changes the bits of a signalling NaN."""
 
+_Target: TypeAlias = tuple[Tensor | None, torch.dtype]
+"""Where a feature goes, as its carrier; None if it shares no launch."""
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Subclasses may do anything when torch is called with them; their bytes are copied by address."""
 
@@ -55,7 +59,7 @@ class Launches:
         self._streams = streams
         self._stream = stream
         self._view = view
-        self._targets: dict[tuple[int, Layout], list[Tensor | None]] = {}
+        self._targets: dict[tuple[int, Layout], list[_Target]] = {}
 
     def queue(self, plans: Sequence[tuple[int, Plan]], stream: int) -> None:
         """Queue the copies of plans to their addresses on ``stream``, which is the current one."""
@@ -64,9 +68,12 @@ class Launches:
         several = len(plans) > 1 or len(plans[0][1].layout.places) > 1
         shared: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         others: list[tuple[int, Plan, int, Tensor]] = []
+        found: list[_Target] = []
         for address, plan in plans:
             layout, tensors = plan.layout, plan.tensors
             here = layout.device == device
+            if several:
+                found = self._targets.get((address, layout)) or self._find(address, layout)
             for number, offset, size in layout.places:
                 source = tensors[number]
                 if not here and source.is_cpu:
@@ -82,16 +89,17 @@ class Launches:
                     refuse_source(layout.features[number].name, source, size)
                 if not source.is_contiguous() or source.is_conj() or source.is_neg():
                     others.append((address, plan, number, source))
-                elif (
-                    several
-                    and size <= SHARED_BYTES
-                    and (target := self._target(address, layout, number)) is not None
-                    and type(source) in _PLAIN
-                ):
-                    targets, sources = shared.setdefault(target.dtype, ([], []))
-                    targets.append(target)
-                    sources.append(source)
-                elif not _copied(address + offset, start, size, stream):
+                    continue
+                if several:
+                    target, carrier = found[number]
+                    if target is not None and type(source) in _PLAIN:
+                        if carrier not in shared:
+                            shared[carrier] = ([], [])
+                        targets, sources = shared[carrier]
+                        targets.append(target)
+                        sources.append(source)
+                        continue
+                if not _copied(address + offset, start, size, stream):
                     others.append((address, plan, number, source))
         for carrier, lists in shared.items():
             _launch(carrier, *lists)
@@ -99,22 +107,22 @@ class Launches:
             target = self._view(address, plan.layout, number)
             target.copy_(tensor.detach(), non_blocking=True)
 
-    def _target(self, address: int, layout: Layout, number: int) -> Tensor | None:
-        """Return where a feature goes, as its carrier; None for a dtype that shares no launch."""
-        found = self._targets.get((address, layout))
-        if found is None:
-            if len(self._targets) >= TARGETS:
-                self._targets.clear()
-            # Tensors made in inference mode could not be written outside of it.
-            with torch.inference_mode(False):
-                found = self._targets[address, layout] = [
-                    self._carried(address, layout, at) for at in range(len(layout.features))
-                ]
-        return found[number]
+    def _find(self, address: int, layout: Layout) -> list[_Target]:
+        """Return where the features of a chunk go, and remember it."""
+        if len(self._targets) >= TARGETS:
+            self._targets.clear()
+        # Tensors made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            found = [self._target(address, layout, at) for at in range(len(layout.features))]
+        self._targets[address, layout] = found
+        return found
 
-    def _carried(self, address: int, layout: Layout, number: int) -> Tensor | None:
-        carrier = _CARRIERS.get(TORCH_DTYPES[layout.features[number].dtype])
-        return None if carrier is None else self._view(address, layout, number).view(carrier)
+    def _target(self, address: int, layout: Layout, number: int) -> _Target:
+        dtype = TORCH_DTYPES[layout.features[number].dtype]
+        carrier = _CARRIERS.get(dtype)
+        if carrier is None or not 0 < layout.sizes[number] <= SHARED_BYTES:
+            return None, dtype
+        return self._view(address, layout, number).view(carrier), carrier
 
 
 def _launch(carrier: torch.dtype, targets: list[Tensor], sources: list[Tensor]) -> None:
