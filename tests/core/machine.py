@@ -32,12 +32,15 @@ MOST_SIDES = 8
 
 WEIGHTS = {
     "reserve": 12,
+    "reserve_all": 4,
     "send": 14,
     "deliver_down": 16,
     "take": 14,
     "let_go": 14,
+    "let_go_together": 6,
     "deliver_up": 16,
     "fence_done": 10,
+    "fences_done": 4,
     "come": 12,
     "open": 2,
     "lie": 8,
@@ -143,19 +146,42 @@ class Machine(RuleBasedStateMachine):
         self.model.reserved(record.slot, record.generation, record.start, record.nbytes)
         self.judged()
 
+    def reserve_all(self, number: int, which: int) -> None:
+        """Several loans are refused only if no slots or no gaps for all of them are there."""
+        sizes = [size * UNIT for size in (SIZES[number % 6], SIZES[which % 6], 1)]
+        gaps = sorted(self.model.free_runs(MAX_SEGMENTS))
+        fits = len(self.model.owners) + len(sizes) <= self.model.slots
+        for size in sizes:
+            gap = next((gap for gap in gaps if gap >= size), None)
+            if gap is None:
+                fits = False
+                break
+            gaps.remove(gap)
+            gaps = sorted([*gaps, gap - size])
+        assert self.pair.exporter.fit(sizes) == fits
+        records = self.pair.exporter.reserve_all(sizes)
+        assert (records is not None) == fits
+        for record in records or ():
+            self.model.reserved(record.slot, record.generation, record.start, record.nbytes)
+        self.judged()
+
     def send(self, number: int, which: int) -> None:
-        """Some loans are published as one batch, to all ranks or to some."""
+        """Some loans are published as one batch, to all ranks or to some.
+
+        Each has its event, or the first one's stands for all.
+        """
         owners = self.model.at(Stage.FILLING)[: COUNTS[which % 6]]
         if not owners:
             return
         to = self.narrow(number)
+        together = number // 8 % 2 == 0
         described = [
             (
                 self.pair.exporter.records[owner.slot],
                 owner.key,
                 [wire.Feature("x", "uint8", (owner.nbytes,))],
                 b"",
-                b"event %d" % owner.slot,
+                b"" if together and owner is not owners[0] else b"event %d" % owner.slot,
             )
             for owner in owners
         ]
@@ -166,7 +192,7 @@ class Machine(RuleBasedStateMachine):
         else:
             assert not self.model.closing
             self.pair.collect()
-            self.model.published(owners, to or range(self.model.ranks or 0))
+            self.model.published(owners, to or range(self.model.ranks or 0), together)
         self.judged()
 
     def narrow(self, number: int) -> tuple[int, ...] | None:
@@ -185,6 +211,14 @@ class Machine(RuleBasedStateMachine):
         if owner := self.pick(self.model.at(Stage.DRAINING), number):
             self.pair.fence_done(self.pair.exporter.records[owner.slot])
             self.model.over(owner)
+            self.judged()
+
+    def fences_done(self, number: int, which: int) -> None:
+        """Several fences are found to be done at once."""
+        if owners := self.model.at(Stage.DRAINING)[:: -1 if number % 2 else 1]:
+            self.pair.fence_done(*[self.pair.exporter.records[owner.slot] for owner in owners])
+            for owner in owners:
+                self.model.over(owner)
             self.judged()
 
     def fence_failed(self, number: int, which: int) -> None:
@@ -274,7 +308,8 @@ class Machine(RuleBasedStateMachine):
         if side := self.pick(self.sides(lambda side: side.end.up), number):
             messages = self.pair.deliver_up(side.end)
             self.model.heard(side, messages)
-            self.judged(exact=len(messages) == 1)
+            several = any(isinstance(each, wire.Release) and each.others for each in messages)
+            self.judged(exact=len(messages) == 1 and not several)
 
     def take(self, number: int, which: int) -> None:
         """A consumer takes its oldest batch."""
@@ -302,6 +337,16 @@ class Machine(RuleBasedStateMachine):
             self.model.heard(side, [message])
         kind = wire.Release if number % 4 else wire.Refuse
         self.judged(*([(kind, owner.name)] if side.linked else []))
+
+    def let_go_together(self, number: int, which: int) -> None:
+        """A consumer lets go of all that it has, in one message."""
+        side = self.pick(self.sides(lambda side: side.alive and len(side.taken) > 1), number)
+        if side is None:
+            return
+        owners, side.taken = side.taken, []
+        first, *others = [side.end.core.held[owner.slot] for owner in owners]
+        self.pair.release(side.end, first, others)
+        self.judged(*([(wire.Release, owners[0].name)] if side.linked else []))
 
     def leave(self, number: int, which: int) -> None:
         """A consumer says goodbye."""
@@ -341,8 +386,13 @@ class Machine(RuleBasedStateMachine):
         names += [(slot, generation - 1) for slot, generation in held]
         names += [*self.model.past[-4:], (self.model.slots, 1)]
         name = names[which % len(names)]
-        lies = (wire.Take(*name), wire.Release(*name), wire.Refuse(*name, "a lie"))
-        lie = lies[number % 3]
+        lies = (
+            wire.Take(*name),
+            wire.Release(*name),
+            wire.Refuse(*name, "a lie"),
+            wire.Release(*name, others=names[-3:] * 2),
+        )
+        lie = lies[number % 4]
         self.pair.inject(side.end, lie)
         self.model.heard(side, [lie])
         self.judged()

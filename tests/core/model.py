@@ -74,6 +74,8 @@ class Batch:
     number: int
     owners: list[Owner]
     taker: Side | None = None
+    together: bool = False
+    """Whether the event of the first stands for all."""
 
 
 @dataclass(eq=False)
@@ -174,10 +176,10 @@ class Model:
         self.owners.append(owner)
         return owner
 
-    def published(self, owners: list[Owner], members: Iterable[int]) -> None:
+    def published(self, owners: list[Owner], members: Iterable[int], together: bool) -> None:
         """Note a batch and whom it is due at."""
         self.batches += 1
-        batch = Batch(self.batches, owners)
+        batch = Batch(self.batches, owners, together=together)
         for owner in owners:
             owner.stage, owner.batch = Stage.OUT, batch
         if self.competes:
@@ -316,7 +318,15 @@ class Model:
     def _heard_of_owner(self, side: Side, message: wire.FromConsumer) -> None:
         # Tickets have tests of their own: nothing is exported here.
         assert isinstance(message, wire.Take | wire.Release | wire.Refuse)
-        name = message.slot, message.generation
+        self._heard_name(side, message, (message.slot, message.generation))
+        for name in message.others if isinstance(message, wire.Release) else ():
+            if side.gone:
+                self.stale += 1
+                side.stale += 1
+            else:
+                self._heard_name(side, message, name)
+
+    def _heard_name(self, side: Side, message: wire.FromConsumer, name: tuple[int, int]) -> None:
         owner = next((owner for owner in self.holds(side) if owner.name == name), None)
         if owner is None:
             self.stale += 1
@@ -402,7 +412,8 @@ class Model:
         assert [(f.slot, f.generation, f.start, f.nbytes, f.key) for f in message.owners] == [
             (o.slot, o.generation, o.start, o.nbytes, o.key) for o in batch.owners
         ]
-        assert all(owner.slot in side.knows for owner in batch.owners), "no event was sent before"
+        events = batch.owners[:1] if batch.together else batch.owners
+        assert all(owner.slot in side.knows for owner in events), "no event was sent before"
         assert not side.told, f"{side.end} got a batch after its goodbye"
         if self.competes:
             self._assigned(side, batch, exact=exact)

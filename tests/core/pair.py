@@ -8,7 +8,7 @@ of events that two processes can produce is one order of calls here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from asyncvmm._core import wire
 from asyncvmm._core.consumer import ConsumerCore
@@ -135,10 +135,11 @@ class Pair:
         self.exporter.abandon(record)
         self.collect()
 
-    def fence_done(self, record: Record) -> None:
-        """Say that everything that touched a draining record's bytes is done."""
-        self.fences.remove(record)
-        self.exporter.drained(record)
+    def fence_done(self, *records: Record) -> None:
+        """Say that everything that touched the bytes of draining records is done."""
+        for record in records:
+            self.fences.remove(record)
+        self.exporter.drained(*records)
         self.collect()
 
     def fence_failed(self, record: Record) -> None:
@@ -185,9 +186,11 @@ class Pair:
         self.collect()
         return owners
 
-    def release(self, end: End, owner: wire.OwnerFrame) -> None:
-        """Let a consumer release one owner."""
-        end.core.release(owner)
+    def release(
+        self, end: End, owner: wire.OwnerFrame, others: Sequence[wire.OwnerFrame] = ()
+    ) -> None:
+        """Let a consumer release one owner, and others with it."""
+        end.core.release(owner, others=others)
         self.collect()
 
     def refuse(self, end: End, owner: wire.OwnerFrame) -> None:

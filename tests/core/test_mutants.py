@@ -83,6 +83,36 @@ def _(patch: Patch) -> None:
     patch.setattr(Loans, "drained", drained)
 
 
+@mutant("of several that are freed at once, all but the last lose their bytes", BroadcastMachine)
+def _(patch: Patch) -> None:
+    def drained(loans: Loans, *records: Record) -> None:
+        for record in records:
+            loans.slots.move(record.slot, FREE)
+            del loans.records[record.slot]
+        loans.bytes.free(records[-1].start, records[-1].nbytes)
+
+    patch.setattr(Loans, "drained", drained)
+
+
+@mutant("what was taken for several is kept when the last does not fit", BroadcastMachine)
+def _(patch: Patch) -> None:
+    def one_by_one(loans: Loans, sizes: Sequence[int]) -> list[Record] | None:
+        found = []
+        for nbytes in sizes:
+            record = loans.reserve(nbytes)
+            if record is None:
+                return None
+            found.append(record)
+        return found
+
+    patch.setattr(Loans, "reserve_all", one_by_one)
+
+
+@mutant("slots do not count when several are lent", BroadcastMachine)
+def _(patch: Patch) -> None:
+    patch.setattr(Loans, "fit", lambda loans, sizes: loans.bytes.fits(sizes))
+
+
 @mutant("freed without waiting for a fence", BroadcastMachine)
 def _(patch: Patch) -> None:
     def drain(loans: Loans, record: Record) -> None:
@@ -147,6 +177,17 @@ def _(patch: Patch) -> None:
 
 
 # -- releases ---------------------------------------------------------------------------------
+
+
+@mutant("those released together with another are not heard of", BroadcastMachine)
+def _(patch: Patch) -> None:
+    released = ExporterCore._released
+
+    def first(core: ExporterCore, peer: Peer, *name: int) -> None:
+        if len(name) < 4:
+            released(core, peer, *name)
+
+    patch.setattr(ExporterCore, "_released", first)
 
 
 @mutant("a release of an old generation counts", BroadcastMachine)
@@ -262,6 +303,32 @@ def _(patch: Patch) -> None:
         deliver(core, peer, batch)
 
     patch.setattr(ExporterCore, "_deliver", once)
+
+
+@mutant("a batch is sent with its last owner's event", BroadcastMachine)
+def _(patch: Patch) -> None:
+    deliver = ExporterCore._deliver
+
+    def last(core: ExporterCore, peer: Peer, batch: BatchRecord) -> None:
+        first = batch.records[0]
+        if len(batch.records) > 1 and not batch.records[-1].ready:
+            first.ready, batch.records[-1].ready = b"", b"event %d" % batch.records[-1].slot
+        deliver(core, peer, batch)
+
+    patch.setattr(ExporterCore, "_deliver", last)
+
+
+@mutant("a batch goes to another competitor without its event", CompeteMachine)
+def _(patch: Patch) -> None:
+    put_back = ExporterCore._put_back
+
+    def spent(core: ExporterCore, peer: Peer) -> None:
+        for batch in peer.untaken.values():
+            for record in batch.records:
+                record.ready = b""
+        put_back(core, peer)
+
+    patch.setattr(ExporterCore, "_put_back", spent)
 
 
 @mutant("credit is not returned by taking", CompeteMachine)
