@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -147,3 +148,43 @@ async def test_large_copies_into_host_memory_are_made_by_one_thread_beside_the_l
         await asyncio.gather(*sends)
         assert len(copying) == 3
         assert len({*copying, threading.get_ident()}) == 2
+
+
+async def test_in_debug_mode_another_thread_is_refused_and_loses_nothing() -> None:
+    """Kills: a way in that is not looked at; a refusal that takes a slot; a look that everybody
+    pays for."""
+    async with open_pair(debug=True, slots=2) as pair:
+        exporter, one = pair.exporter, {"x": torch.ones(3)}
+        spec = {"x": asyncvmm.TensorSpec((3,), torch.float32)}
+        calls: list[Callable[[], object]] = [
+            lambda: asyncio.run(exporter.send(one)),
+            lambda: asyncio.run(exporter.send_nowait(one)),
+            lambda: asyncio.run(exporter.send_all([one, one])),
+            lambda: asyncio.run(exporter.reserve(spec).__aenter__()),
+            lambda: asyncio.run(exporter.reserve_nowait(spec).__aenter__()),
+        ]
+        home, other = threading.current_thread().name, r"thread '(asyncio|uvloop)_\d+'"
+        for call in calls:
+            with pytest.raises(asyncvmm.LocalProtocolError, match=f"{home!r}.*{other}"):
+                await asyncio.to_thread(call)
+        assert exporter.statistics().slots.free == 2
+        sends = [asyncio.create_task(exporter.send(one)) for _ in range(3)]
+        await until(lambda: exporter.statistics().waiting == 1)
+        with pytest.raises(asyncvmm.LocalProtocolError, match=other):
+            await asyncio.to_thread(calls[0])  # it would have had to wait
+        for send in sends:
+            (await pair.consumer.receive()).release()
+            await (await send)
+        async with exporter.reserve(spec) as owner:
+            with pytest.raises(asyncvmm.LocalProtocolError, match=other):
+                await asyncio.to_thread(owner.publish)
+            ack = owner.publish()
+        (await pair.consumer.receive()).release()
+        assert (await ack).complete
+        async with exporter.reserve(spec) as owner:
+            with pytest.raises(asyncvmm.LocalProtocolError, match=other):
+                await asyncio.to_thread(owner.publish)
+        check_all_back(exporter)
+    async with open_pair() as pair:
+        assert "_publish" not in vars(pair.exporter)
+        assert "reserve" not in vars(pair.exporter._core)

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 class Exporter(Exporting):
     """Owns a bounded pool and hands out chunks of it; open one with ``open_exporter``.
 
-    Every method is to be called on the event loop it was opened on.  Everything awaited here may
-    be cancelled at any point: a cancelled call loses neither a slot nor a byte (inv. 9).
+    Every method is to be called on the event loop it was opened on; with ``debug=True`` what sends
+    raises LocalProtocolError in another thread, which is not looked at otherwise.  Everything
+    awaited here may be cancelled at any point: a cancelled call loses neither a slot nor a byte
+    (inv. 9).
     """
 
     # -- sending -----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from asyncvmm._exporter.elastic import Elastic
 from asyncvmm._exporter.exporter import Exporter
 from asyncvmm._exporter.handshake import refusal
 from asyncvmm._exporter.observing import Observers, snapshot
+from asyncvmm._exporter.staying import stay
 from asyncvmm._exporter.tracing import follow
 from asyncvmm._io.busy import BUSY_POLL_SECONDS, Busy, check_busy_poll
 from asyncvmm._io.chrome import write
@@ -53,16 +54,16 @@ class open_exporter:
     ``shrink_after`` seconds are given back.  ``slots`` bounds the owners that are out at once.
 
     ``route`` is ``Broadcast(n)`` (default: one rank) or ``Compete()``.  ``writable=True`` lets
-    consumers that ask for the same write into the pool.  ``debug=True`` poisons freed chunks.
-    Processes of the same user may connect; ``allow_uids`` and ``allow_gids`` widen that (under a
-    path or an abstract name: the folder of bare names is this user's alone), and ``secret``
-    narrows it to those who know it.  ``handle_type`` is how GPU memory is shared: "fabric",
-    "posix", or "auto", which tries them in that order.  When a call has waited ``explain_after``
-    seconds for room, one line in the log says why (``math.inf`` for never): half a second, so that
-    who stands still is named within one.  ``busy_poll`` is the most seconds that the loop polls
-    without waiting for an answer, and only while answers usually come within half of that; 0 is
-    for never (docs/performance.md has what it costs).  ``trace`` names a
-    file for the timeline of every owner, written at the end, or a folder: see ``connect``.
+    consumers that ask for the same write into the pool.  ``debug=True`` poisons freed chunks,
+    and refuses calls from another thread than the loop's.  Processes of the same user may connect;
+    ``allow_uids`` and ``allow_gids`` widen that (under a path or an abstract name: the folder of
+    bare names is this user's alone), and ``secret`` narrows it to those who know it.
+    ``handle_type`` is how GPU memory is shared: "fabric", "posix", or "auto", which tries them in
+    that order.  When a call has waited ``explain_after`` seconds for room, one line in the log
+    says why (``math.inf`` for never): half a second, so that who stands still is named within one.
+    ``busy_poll`` is the most seconds that the loop polls without waiting for an answer, and only
+    while answers usually come within half of that; 0 is for never (docs/performance.md has what
+    it costs).  ``trace`` names a file, or folder (see ``connect``), for each owner's timeline.
 
     Leaving the block takes no new owners, waits up to ``close_timeout`` seconds for those that
     are out (then warns with OwnersOutstandingWarning), and tells the consumers that the stream
@@ -190,6 +191,8 @@ class open_exporter:
             )
             if self._timeline is not None:
                 follow(exporter, self._timeline)
+            if self._debug:
+                stay(exporter)
             exporter._elastic = Elastic(
                 core,
                 region,
