@@ -237,15 +237,15 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
             self._wake()
         self._wake_redeemers()
 
-    def _pump(self) -> None:
+    def _pump(self, *, whole: bool = False) -> None:
         core, outgoing = self._core, self._core.outgoing
         if outgoing:
             post = self._link.post
             for data in outgoing:
                 post(data)
             outgoing.clear()
-            if not core.held and not self._link.due.lingers:
-                self._link.flush()  # nothing more can join it, and somebody may wait for it
+            if whole or (not core.held and not self._link.due.lingers):
+                self._link.flush()  # it is enough, or nothing more can join it
         if core.state is not PeerState.OPEN and not core.inbox and not self._leases.live:
             if core.state is PeerState.CLOSED and self._attached and not core.resumable:
                 self._region.close()  # the last owner is back (inv. 15)

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from asyncvmm._backends.base import ConsumerRegion
 from asyncvmm._consumer.lease import Lease, Readiness
@@ -24,6 +24,7 @@ from asyncvmm._core.layout import feature_bytes, offsets
 from asyncvmm._core.ledger import PeerState
 from asyncvmm._core.wire import OwnerFrame
 from asyncvmm._errors import BackendError, ReleasedError
+from asyncvmm._io.turn import MOST
 from asyncvmm._logs import Once, kind_of
 from asyncvmm._tensors import DevicePort
 
@@ -37,6 +38,12 @@ AGAIN_SECONDS = 0.02
 """After how long a release is tried again whose event the driver refused to record."""
 
 
+class Pump(Protocol):
+    """Sends what the core has to say; at once if it is a ``whole`` packet's worth."""
+
+    def __call__(self, *, whole: bool = False) -> None: ...
+
+
 class Leases:
     """The owners that this process has and has not given back."""
 
@@ -45,7 +52,7 @@ class Leases:
         core: ConsumerCore,
         region: ConsumerRegion,
         port: DevicePort,
-        pump: Callable[[], None],
+        pump: Pump,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.live: dict[int, Lease] = {}  # slot -> lease not yet settled
@@ -154,7 +161,7 @@ class Leases:
                 self.pinned.note(here=True)
         for group in alike.values():
             self._settle(*group)
-        self._pump()
+        self._pump(whole=len(leases) >= MOST)
 
     def put_back(self, lease: Lease) -> None:
         """Have the exporter take back an owner that a ticket was redeemed for, as unread."""

@@ -221,20 +221,20 @@ class Lending(Single):
         self._turn.begin()
         self._pump()
 
-    def _pump(self) -> None:
-        """Drain the core's outputs; call it after every input."""
+    def _pump(self, *, whole: bool = False) -> None:
+        """Drain the core's outputs; call it after every input, ``whole`` if that fills a packet."""
         core = self._core
         outgoing = core.outgoing
         if outgoing:
             connections = self._connections.open
             # With one owner out somebody waits for just this; with more, what is posted in one
             # loop turn leaves together.
-            alone = len(core.records) <= 1
+            now = whole or len(core.records) <= 1
             for peer_id, data in outgoing:
                 connection = connections.get(peer_id)
                 if connection is not None:
                     connection.link.post(data)
-                    if alone:
+                    if now:
                         connection.link.flush()
             outgoing.clear()
         while core.draining:

@@ -186,7 +186,7 @@ class Several(Lending):
             record.acknowledgement, record.stamp = ack, now
         self._turn.count(sum([len(plan.layout.features) for plan, _ in parcels]))
         self._counters.published += len(acks)
-        self._pump()
+        self._pump(whole=self._turn.over)
         return acks
 
 
