@@ -7,6 +7,7 @@ may block on its transport, and one whose conductor is gone ends at once.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import queue
 import resource
@@ -128,6 +129,7 @@ async def _produce(name: str, setting: Setting, shared: Any, conn: Connection) -
     async with producer:
         conn.send(("open", None))
         await producer.ready()
+        gc.freeze()  # as servers do once they are up: a full collection looks at all of torch
         conn.send(("ready", None))
         while (told := await inbox.next())[0] != "close":
             what, how = told
@@ -237,5 +239,6 @@ async def _consume(name: str, setting: Setting, shared: Any, conn: Connection, i
     begin = time.perf_counter()
     async with kind(setting, index, shared) as consumer:
         conn.send(("open", time.perf_counter() - begin))
+        gc.freeze()
         await consumer.consume(seen.take)
     conn.send(("closed", seen.first - begin))
