@@ -341,7 +341,7 @@ async def test_a_batch_goes_to_another_competitor_with_its_event() -> None:
 async def test_a_batch_whose_reader_was_killed_waits_for_its_copy(said: str) -> None:
     """The copy runs when the process ends, whatever it said of the batch before that.
 
-    Kills: an event of the dead that stands for the copies of the owners that share it.
+    What kills it is in test_draining; here it is that the owners share one event.
     """
     device = FakeDevice(hold_ready=True, hold_release=True)
     async with open_pair(slots=3, port=FakePort(device)) as pair:

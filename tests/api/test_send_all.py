@@ -261,6 +261,7 @@ async def test_an_elastic_pool_grows_for_a_batch_and_not_for_want_of_slots() -> 
         stats = check_books(exporter)
         assert stats.free_bytes >= 3 * 512
         assert (stats.waiting, stats.grown) == (1, grown)
+        assert exporter._elastic._busy is None, "nothing is being mapped for it"
         (await pair.consumer.receive()).release()
         await waits
         await drain(pair)
