@@ -157,6 +157,23 @@ async def test_a_stream_that_read_nothing_does_not_answer_for_the_copy() -> None
         await all_back(pair, device, 3)
 
 
+async def test_an_owner_that_nobody_read_does_not_keep_the_event_from_those_that_were() -> None:
+    """The first is unread; the others are read on the stream on which all are released.
+
+    Kills: a group that goes by its first owner, and so is free while its reads go on.
+    """
+    device = FakeDevice()
+    async with open_pair(slots=3, port=FakePort(device)) as pair:
+        await send(pair)
+        batch = await pair.consumer.receive()
+        read(batch.owners[1:])
+        device.hold_release = True
+        batch.release(stream=device.stream)
+        del batch
+        await stay(pair, 2)
+        await all_back(pair, device, 2)
+
+
 async def test_owners_let_go_one_by_one_leave_the_rest_their_event() -> None:
     """The first is released alone, the second by force, the last has a view that lives on.
 

@@ -43,11 +43,16 @@ def interrupted(when: Callable[[], bool]) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGINT)
 
     other = threading.Thread(target=interrupt)
+    # A shell that starts this in the background has it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     other.start()
-    with pytest.raises(KeyboardInterrupt):
-        yield
-    over.set()
-    other.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        over.set()
+        other.join()
+        signal.signal(signal.SIGINT, before)
 
 
 class Interruption:

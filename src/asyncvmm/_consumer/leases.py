@@ -151,12 +151,12 @@ class Leases:
             for lease in leases:
                 self.say_done(lease, stream)
             return
-        alike: dict[tuple[int, ...], list[Lease]] = {}
+        alike: dict[tuple[tuple[int, ...], bool], list[Lease]] = {}
         for lease in leases:
             if stream is not None:
                 self.record_stream(lease, stream)
             if lease.say_done():
-                alike.setdefault(lease.streams, []).append(lease)
+                alike.setdefault((lease.streams, lease.ordered), []).append(lease)
             else:
                 self.pinned.note(here=True)
         for group in alike.values():
