@@ -98,9 +98,7 @@ class CudaPort:
         self._raw_stream = torch._C._cuda_getCurrentRawStream
         self._current_device = torch._C._cuda_getDevice
         self._launches = Launches(self._device, self._streams, self._stream, self._target)
-        # Makes the primary context, so the driver has one.  The first record_stream of a process
-        # takes 17 ms (H200, torch 2.11); here it is in a worker thread, not in the first send.
-        torch.zeros(1, device=self._device).record_stream(self._stream(self.current_stream()))
+        torch.zeros(1, device=self._device)  # makes the primary context, so the driver has one
 
     plan_tensors = staticmethod(plan_tensors)
     plan_specs = staticmethod(plan_specs)
@@ -115,6 +113,9 @@ class CudaPort:
         handle_type: Literal["auto", "fabric", "posix"],
     ) -> ExporterRegion:
         """Make a CUDA VMM pool.  Slow."""
+        # The first record_stream of a process takes 11 to 17 ms (H200, torch 2.11); here it is in
+        # a worker thread and not in the first send, and consumers do without.
+        torch.zeros(1, device=self._device).record_stream(self._stream(self.current_stream()))
         return CudaExporterRegion.create(
             self._index,
             pool_bytes,
