@@ -165,6 +165,20 @@ def test_it_goes_on_where_answers_come_quicker_for_it(hand: Hand) -> None:
     assert turned
 
 
+def test_what_was_quick_for_the_turning_is_not_the_measure_of_it(hand: Hand) -> None:
+    """Now and then an answer is not turned for, while the other end still turns.
+
+    Kills: a comparison with what is usual when turning begins again, which is quick already.
+    """
+    worth = [True]
+    busy = make(hand, worth=lambda: worth[0])
+    turned = [answer(busy, hand, SLOW) > 0 for _ in range(60)]
+    assert turned[-1]
+    for number in range(6 * module.TRIAL):
+        worth[0] = number % (module.TRIAL + 10) != 9
+        assert (answer(busy, hand, 0.6 * SLOW) > 0) == worth[0]
+
+
 def test_a_late_answer_is_forgotten_soon(hand: Hand) -> None:
     """However late: after a pause of an hour it begins again as after one of 1 ms.
 

@@ -32,7 +32,7 @@ time.  It says nothing about the answers that one has to wait for."""
 WANTED_SECONDS = 30e-6
 """A yield of the core that takes longer let somebody else run; else it takes one."""
 
-TRIAL = 32
+TRIAL = 128
 """Answers after which turning must have made them quicker, else the loop rests from it.  Two
 processes that share a GPU wait for its change from one to the other, and that comes no sooner."""
 
@@ -43,7 +43,7 @@ QUICK_SECONDS = 100e-6
 """Answers that take no longer may be turned for in any case."""
 
 REST = 4096
-"""Answers that are slept on then, so that trials cost less than a hundredth of a core."""
+"""Answers that are slept on then, so that trials cost a thirtieth of a core at most."""
 
 SHARE = 8
 """What one answer counts for: an eighth of what all before it do."""
@@ -112,14 +112,15 @@ class Busy:
             return
         self._trial += 1
         if self._trial % TRIAL == 0 and self._usual > max(QUICK_SECONDS, GAIN * self._before):
-            self._rest = REST
+            self._rest, self._before = REST, 0.0
 
     def _expect(self, now: float) -> None:
         self._since = self._until = now
         window = 2 * self._usual
         if window <= self._longest and not self._rest and self._worth():
             if not self._trial:
-                self._before = self._usual
+                # The most since the last rest: of late it may have been quick for the turning.
+                self._before = max(self._before, self._usual)
             self._until += window
             if not self._turning:
                 self._turning = True
