@@ -62,12 +62,7 @@ async def stream(
         number += 1
         if depth > len(pending):
             now = clock()
-    while pending:
-        started, ticket = pending.popleft()
-        await producer.settled(ticket)
-        now = clock()
-        latencies.append(now - started)
-        settled.append(now)
+    await _settle(producer, pending, 0, flow)
     flow.elapsed = clock() - begin
     flow.count = number - first
     return flow

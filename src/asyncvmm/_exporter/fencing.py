@@ -130,12 +130,8 @@ class Fencing:
 
     def lanes(self, record: Record) -> Sequence[Lane]:
         """Return the lanes in which something has to be done before the bytes are nobody's."""
-        slot, given, lanes, shared = (
-            record.slot,
-            self._given,
-            record.released_by,
-            record.release_slots,
-        )
+        slot, given = record.slot, self._given
+        lanes, shared = record.released_by, record.release_slots
         for peer, lane in lanes:
             at = slot if shared is None else shared.get(peer, slot)
             if not lane or (peer, at) not in given:
