@@ -244,6 +244,58 @@ async def test_views_that_outlive_their_consumer_give_back_each_owner_of_a_batch
         check_all_back(pair.exporter)
 
 
+# -- what its end has to wait for ----------------------------------------------------------------
+
+
+def noting(pair: Pair) -> list[int]:
+    """Return a list of the slots whose reads the consumer's memory is told of."""
+    noted: list[int] = []
+    region: Any = pair.consumer._region
+    region.note_read = noted.append
+    return noted
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("how", ["view", "clone", "recorded", "local"])
+async def test_who_reads_notes_it_once_and_nobody_else_does(how: str, number: int) -> None:
+    """Kills: reads that are noted by the wait, for the first owner whether it is read or not, and
+    one on a stream that ``record_stream`` had named before, which was not noted."""
+    device = FakeDevice()
+    async with open_pair(port=FakePort(device)) as pair:
+        noted = noting(pair)
+        await send(pair)
+        with await pair.consumer.receive() as batch:
+            owner = batch[number]
+            if how == "recorded":
+                owner.record_stream(device.stream)
+                assert noted == []
+            for device.stream in (7,) if how == "recorded" else (7, 8):
+                if how == "clone":
+                    owner.clone()
+                elif how == "local":
+                    pair.consumer._leases.local(owner._lease)()
+                else:
+                    owner["x"]
+            assert noted == [owner.slot]
+        del batch, owner
+
+
+@pytest.mark.parametrize("how", ["borrow", "reconstruct"])
+async def test_a_redeemed_owner_is_noted_when_it_is_read(how: str) -> None:
+    """Kills: a ticket's owner that is read unnoted, or noted although nothing was read."""
+    async with open_pair(port=FakePort(FakeDevice())) as pair:
+        noted = noting(pair)
+        ticket = (await pair.exporter.export({"x": torch.ones(3)}))["x"]
+        if how == "reconstruct":
+            await pair.consumer.reconstruct(ticket)
+        else:
+            with await pair.consumer.borrow(ticket) as owner:
+                assert noted == []
+                owner["x"]
+            del owner
+        assert noted == [ticket.owner.slot]
+
+
 # -- the first owner's slot, used again ----------------------------------------------------------
 
 

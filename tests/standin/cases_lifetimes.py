@@ -202,6 +202,7 @@ def test_reads_without_a_release_are_waited_for(
     exporter.record_ready(0, STREAM)
     consumer.open_ready(0, exporter.ready_handle(0))
     consumer.wait_ready(0, STREAM)
+    consumer.note_read(0)
     before = driver.calls("cuCtxSynchronize")
     consumer.close()
     join_unmapping()
@@ -220,6 +221,7 @@ def test_a_pool_stays_mapped_where_a_capture_forbids_to_wait(
     exporter.record_ready(0, STREAM)
     consumer.open_ready(0, exporter.ready_handle(0))
     consumer.wait_ready(0, STREAM)
+    consumer.note_read(0)
 
     def refused() -> None:
         code = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"

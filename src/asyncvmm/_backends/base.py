@@ -133,7 +133,11 @@ class ConsumerRegion(Protocol):
         """Make ``stream`` wait for the slot's ready event.  Never waits on the host."""
 
     def note_read(self, slot: int) -> None:
-        """Note that the slot's bytes are read behind a wait for another slot's event."""
+        """Note that the slot's bytes are read from now on, until its release is recorded.
+
+        Whoever waited for the slot's batch says so for each owner it reads; the wait itself says
+        nothing, for an owner of the batch may be let go unread.
+        """
 
     def record_release(
         self, slot: int, streams: Sequence[int], others: Sequence[int] = ()

@@ -100,11 +100,10 @@ class CudaConsumerRegion:
         found = self._ready.get(slot)
         if found is None:
             raise RemoteProtocolError(f"slot {slot} was sent without an event ever given")
-        self._range.unordered.add(slot)
         found[1].wait(stream)
 
     def note_read(self, slot: int) -> None:
-        """Note that the slot's bytes are read behind a wait for another slot's event."""
+        """Note that the slot's bytes are read from now on, until its release is recorded."""
         self._range.unordered.add(slot)
 
     def record_release(

@@ -41,10 +41,9 @@ class Ordering:
                 self._open_again(ready.slot)
             self._region.wait_ready(ready.slot, stream)
             ready.waited += (stream,)
-        slot = lease.frame.slot
-        if slot != ready.slot and stream not in lease.streams:
-            self._region.note_read(slot)
-        lease.ordered = True
+        if not lease.ordered:
+            self._region.note_read(lease.frame.slot)
+            lease.ordered = True
         return stream
 
     def open_ready(self, slot: int, handle: bytes) -> None:

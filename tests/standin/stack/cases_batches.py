@@ -14,6 +14,7 @@ from tests.process import steps as common
 from tests.process.harness import Peers, until
 from tests.process.patterns import features, note
 from tests.standin import Standin
+from tests.standin.peer import join_unmapping
 from tests.standin.stack import steps
 from tests.standin.stack.cases_failing import Failing, failing, go_on
 from tests.standin.stack.cases_steady import LOOKING
@@ -82,3 +83,21 @@ async def test_every_call_of_a_batch_fails_once(failing: Failing, used: bool) ->
             await until(lambda: exporter.statistics().slots.free == 3)
             await go_on(exporter, consumer)
     assert {"cuEventRecord", "cuStreamWaitEvent"} <= set(failing.names)
+
+
+@pytest.mark.parametrize("unread", [0, 1])
+async def test_an_owner_that_is_let_go_unread_is_not_waited_for_at_the_end(
+    driver: Standin, unread: int
+) -> None:
+    """Planted bug: the wait for a batch counts as a read of its first owner, and the whole device
+    is waited for, in a thread, when its consumer closes."""
+    async with exporting() as exporter:
+        async with connecting() as consumer:
+            await exporter.send_all([{"x": torch.full((4,), 3.0)}] * 2)
+            with await consumer.receive() as batch:
+                batch[1 - unread]["x"]
+            del batch
+            await until(lambda: exporter.statistics().slots.free == 4)
+            before = driver.calls("cuCtxSynchronize")
+        join_unmapping()
+        assert driver.calls("cuCtxSynchronize") == before
