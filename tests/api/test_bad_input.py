@@ -420,6 +420,74 @@ async def test_terms_are_refused(
         await still_serves(pair)
 
 
+LONG: dict[str, tuple[int, dict[str, Any]]] = {
+    "features": (70, {}),
+    "features and metadata": (40, {"metadata": "x" * 30_000}),
+    "features and a key": (60, {"key": "\u20ac" * 4096}),
+}
+"""How many features with names of 1,000 characters, and what else is said of their owner."""
+
+CALLS: dict[str, Callable[[asyncvmm.Exporter, dict[str, Any], dict[str, Any]], Any]] = {
+    "send": lambda exporter, features, terms: exporter.send(features, **terms),
+    "send_nowait": lambda exporter, features, terms: exporter.send_nowait(features, **terms),
+    "export": lambda exporter, features, terms: exporter.export(features, **terms),
+    "export_nowait": lambda exporter, features, terms: exporter.export_nowait(features, **terms),
+    "export_all": lambda exporter, features, terms: exporter.export_all(
+        [ONE, features], keys=[None, terms.get("key")]
+    ),
+    "send_all": lambda exporter, features, terms: exporter.send_all(
+        [ONE, features],
+        keys=[None, terms.get("key")],
+        metadata=[None, terms.get("metadata")],
+    ),
+    "reserve": lambda exporter, features, terms: exporter.reserve(
+        {name: TensorSpec((0,), "int8") for name in features}, **terms
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("what", LONG)
+async def test_what_no_message_can_describe_waits_for_nobody(what: str, call: str) -> None:
+    """There is no room, and others wait for it.
+
+    Kills: a description that is looked at only once there is room, when its copy is queued.
+    """
+    count, terms = LONG[what]
+    if call == "export_all" and "metadata" in terms:
+        return  # it takes none
+    features = {f"{number}".rjust(1000): torch.empty(0) for number in range(count)}
+    async with open_pair(slots=2) as pair:
+        for _ in range(2):
+            await pair.exporter.send(ONE, require="none")
+        before = check_books(pair.exporter)
+        attempt = asyncio.create_task(do(lambda: CALLS[call](pair.exporter, features, terms)))
+        await passes(3)
+        waits = not attempt.done()
+        attempt.cancel()
+        assert not waits
+        words(attempt.exception() or Exception(), "65,472 fit a packet", "fewer features")
+        after = check_books(pair.exporter)
+        assert (after.slots, after.copies, after.waits) == (before.slots, before.copies, 0)
+        for _ in range(2):
+            (await pair.consumer.receive()).release()
+        await pair.exporter.drain()
+        await still_serves(pair)
+
+
+async def test_a_note_that_no_message_can_carry_leaves_the_loan_as_it_was() -> None:
+    """Kills: a note that was refused at publication, and is published with the next try."""
+    specs = {f"{number}".rjust(1000): TensorSpec((0,), "int8") for number in range(40)}
+    async with open_pair() as pair:
+        async with pair.exporter.reserve(specs, metadata="first") as owner:
+            with pytest.raises(ArgumentError, match="fit a packet"):
+                owner.publish(metadata="x" * 30_000)
+            assert check_books(pair.exporter).slots.filling == 1
+            owner.publish()
+        async with await pair.consumer.receive() as batch:
+            assert batch.metadata == "first"
+
+
 async def test_bad_metadata_at_publication_leaves_the_loan_as_it_was() -> None:
     """Kills: a loan that is over although publishing it raised."""
     async with open_pair() as pair:

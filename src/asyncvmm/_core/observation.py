@@ -16,6 +16,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from asyncvmm._errors import ArgumentError
+
 MOST_CONSUMERS = 64
 MOST_OWNERS = 16
 MOST_NAME = 80
@@ -135,3 +137,14 @@ class Snapshot(msgspec.Struct, array_like=True, frozen=True, tag=21):
     """All of them."""
     consumers: Annotated[list[ConsumerLine], Meta(max_length=MOST_CONSUMERS)]
     consumers_known: Count
+
+
+def check_secret(secret: object) -> bytes:
+    """Return a secret as bytes; refuse one that the other end would refuse."""
+    if isinstance(secret, str):
+        secret = secret.encode("utf-8", "surrogateescape")
+    if not isinstance(secret, bytes):
+        raise ArgumentError(f"a secret is text or bytes, got a {type(secret).__name__}")
+    if len(secret) > MAX_SECRET:
+        raise ArgumentError(f"a secret may have at most {MAX_SECRET:,} bytes, got {len(secret):,}")
+    return secret

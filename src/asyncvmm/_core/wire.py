@@ -20,6 +20,7 @@ from msgspec import Meta
 from asyncvmm._core.observation import MAX_SECRET as MAX_SECRET
 from asyncvmm._core.observation import Observe as Observe
 from asyncvmm._core.observation import Snapshot as Snapshot
+from asyncvmm._core.observation import check_secret as check_secret
 from asyncvmm._core.resuming import Resume as Resume
 from asyncvmm._core.resuming import Resumed as Resumed
 from asyncvmm._core.ticket_messages import Denied as Denied
@@ -195,17 +196,6 @@ _greeting: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _HEADER = struct.Struct(">4sH")
 
 
-def check_secret(secret: object) -> bytes:
-    """Return a secret as bytes; refuse one that the other end would refuse."""
-    if isinstance(secret, str):
-        secret = secret.encode("utf-8", "surrogateescape")
-    if not isinstance(secret, bytes):
-        raise ArgumentError(f"a secret is text or bytes, got a {type(secret).__name__}")
-    if len(secret) > MAX_SECRET:
-        raise ArgumentError(f"a secret may have at most {MAX_SECRET:,} bytes, got {len(secret):,}")
-    return secret
-
-
 def clip(text: str) -> str:
     """Return what a text field can carry of a text that nobody should have to check."""
     return printable(text)[:MAX_TEXT]
@@ -216,18 +206,21 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def check_key(key: object) -> None:
-    """Refuse an owner's key that the other end would refuse, or that no message can carry."""
+def check_key(key: object) -> int:
+    """Refuse an owner's key that the other end would refuse, or that no message can carry.
+
+    Returns the bytes that it takes in one.
+    """
     if not isinstance(key, str | int) or isinstance(key, bool):
         raise ArgumentError(f"a key is a str or an int, got {key!r:.80}")
     if isinstance(key, str) and len(key) > MAX_KEY:
         raise ArgumentError(
             f"a key may have at most {MAX_KEY:,} characters, got {len(key):,}; use an id"
         )
-    encode(key)
+    return len(encode(key))
 
 
-def encode(message: Message | str | int) -> bytes:
+def encode(message: Message | list[Feature] | str | int) -> bytes:
     """Encode one message; refuse one that no packet can hold."""
     try:
         data = _encoder.encode(message)
@@ -237,11 +230,16 @@ def encode(message: Message | str | int) -> bytes:
             f"text without lone surrogates, or ints of 64 bits, and metadata is bytes"
         ) from None
     if len(data) > MESSAGE_LIMIT:
-        raise ArgumentError(
-            f"the description takes {len(data):,} bytes, but at most {MESSAGE_LIMIT:,} fit a "
-            f"packet; send fewer features or less metadata per owner, or fewer owners at once"
-        )
+        raise too_long(len(data))
     return data
+
+
+def too_long(nbytes: int) -> ArgumentError:
+    """Return what is raised for a message of so many bytes."""
+    return ArgumentError(
+        f"the description takes {nbytes:,} bytes, but at most {MESSAGE_LIMIT:,} fit a packet; "
+        f"send fewer features or less metadata per owner, or fewer owners at once"
+    )
 
 
 def frame(messages: Sequence[bytes]) -> bytes:

@@ -53,7 +53,7 @@ class Exporter(Exporting):
         """
         number = self._current_stream() if stream is None else self._stream(stream)
         plan = self._plan_tensors(features)
-        terms = self._terms(plan.nbytes, key, metadata, to, require)
+        terms = self._terms(plan, key, metadata, to, require)
         if self._turn.over:
             await self._breathe()
         record = None if self._queue else self._core.reserve(plan.nbytes)
@@ -79,7 +79,7 @@ class Exporter(Exporting):
         """
         number = self._current_stream() if stream is None else self._stream(stream)
         plan = self._plan_tensors(features)
-        terms = self._terms(plan.nbytes, key, metadata, to, require)
+        terms = self._terms(plan, key, metadata, to, require)
         record = self._acquire_nowait(plan.nbytes)
         if self._copies_slowly(plan):
             return await self._fill_elsewhere(record, plan, terms, number)
@@ -99,7 +99,7 @@ class Exporter(Exporting):
         Entering waits for room, as ``send`` does, and gives a :class:`WritableOwner`.
         """
         plan = self._plan_specs(specs)
-        terms = self._terms(plan.nbytes, key, metadata, to, require)
+        terms = self._terms(plan, key, metadata, to, require)
         return Reservation(self, plan, terms, wait=True)
 
     def reserve_nowait(
@@ -113,7 +113,7 @@ class Exporter(Exporting):
     ) -> Reservation:
         """Do as ``reserve``, but entering raises WouldBlock instead of waiting."""
         plan = self._plan_specs(specs)
-        terms = self._terms(plan.nbytes, key, metadata, to, require)
+        terms = self._terms(plan, key, metadata, to, require)
         return Reservation(self, plan, terms, wait=False)
 
     # -- looking and waiting -----------------------------------------------------------------

@@ -118,7 +118,7 @@ class Exporting(Several):
         require: Require,
     ) -> tuple[Plan, Terms]:
         plan = self._plan_tensors(features)
-        terms = self._terms(plan.nbytes, key, metadata, to, require)
+        terms = self._terms(plan, key, metadata, to, require)
         return plan, msgspec.structs.replace(terms, proof=os.urandom(PROOF_BYTES))
 
     async def _export(self, record: Record, plan: Plan, terms: Terms, stream: int) -> Exported:

@@ -87,20 +87,20 @@ class Lending(Single):
             raise ClosedError(f"the exporter {self.name!r} is closed")
 
     def _terms(
-        self, nbytes: int, key: Key | None, metadata: object, to: To, require: Require
+        self, plan: Plan, key: Key | None, metadata: object, to: To, require: Require
     ) -> Terms:
         """Check everything that can be checked before a slot is taken."""
         if self._forked or self._closing:
             self._guard()
         limit = self._elastic.max_pool_bytes
-        if nbytes > limit:
-            raise OwnerTooLargeError(nbytes, limit)
+        if plan.nbytes > limit:
+            raise OwnerTooLargeError(plan.nbytes, limit)
         if metadata is None and to is None and require == "all":
             if key is None:
                 return PLAIN
             if type(key) is int and -(1 << 63) <= key < 1 << 64:  # what MessagePack holds
                 return Terms(key)
-        return make_terms(self._core, key, metadata, to, require)
+        return make_terms(self._core, plan.layout.described, key, metadata, to, require)
 
     async def _breathe(self) -> None:
         """Let the loop turn: who sends in a loop and never has to wait would keep it."""

@@ -95,10 +95,11 @@ class WritableOwner:
         """
         if self._record is None:
             raise ReleasedError("this owner was published or given back already")
+        terms = self._terms
         if metadata is not None:
-            self._terms = msgspec.structs.replace(self._terms, metadata=pack_metadata(metadata))
+            terms = msgspec.structs.replace(terms, metadata=pack_metadata(metadata))
         number = self._exporter._stream(stream)
-        ack = self._exporter._publish(self._record, self._plan.layout, self._terms, number)
+        ack = self._exporter._publish(self._record, self._plan.layout, terms, number)
         self._record = self._holder = None
         return ack
 

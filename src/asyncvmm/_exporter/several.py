@@ -11,6 +11,7 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from asyncvmm._core.describing import check_owners
 from asyncvmm._core.ledger import Record
 from asyncvmm._core.routing import To
 from asyncvmm._errors import ArgumentError, WouldBlock
@@ -103,11 +104,14 @@ class Several(Lending):
         names = one_each("keys", keys, count)
         notes = one_each("metadata", metadata, count)
         parcels = []
+        described = 0
         for features, key, note in zip(owners, names, notes, strict=True):
             plan = self._plan_tensors(features)
-            terms = self._terms(plan.nbytes, key, note, to, require)
+            terms = self._terms(plan, key, note, to, require)
             to = terms.to  # which can be read once more, whatever was given
             parcels.append((plan, terms))
+            described += plan.layout.described + terms.described
+        check_owners(described)
         return parcels
 
     def _possible(self, sizes: list[int]) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from asyncvmm._core.describing import NUMBER_BYTES, OWNER_BYTES, check_owners
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.routing import To
 from asyncvmm._core.wire import MESSAGE_LIMIT, check_key
@@ -24,6 +25,8 @@ class Terms(msgspec.Struct, eq=False, frozen=True, gc=False):
     require: Require = "all"
     proof: bytes = b""
     """Of the tickets it is exported by; empty for one that is streamed."""
+    described: int = OWNER_BYTES + NUMBER_BYTES
+    """Bytes that the owner takes in a message beside its features, at most."""
 
 
 PLAIN = Terms()
@@ -47,11 +50,13 @@ def pack_metadata(metadata: object) -> bytes:
 
 
 def make_terms(
-    core: ExporterCore, key: Key | None, metadata: object, to: To, require: Require
+    core: ExporterCore, features: int, key: Key | None, metadata: object, to: To, require: Require
 ) -> Terms:
-    """Check what was said about an owner, before anything is taken for it."""
-    if key is not None:
-        check_key(key)
+    """Check what was said about an owner, before anything is taken for it.
+
+    ``features`` are the bytes that its features take in a message.
+    """
+    named = NUMBER_BYTES if key is None else check_key(key)
     if to is not None:
         if not isinstance(to, int | Group | AttentionGroup | Iterable):
             raise ArgumentError(
@@ -62,4 +67,7 @@ def make_terms(
         core.check_narrowing(to)
     if require not in ("all", "any", "none"):
         raise ArgumentError(f"require={require!r} is unknown; give 'all', 'any' or 'none'")
-    return Terms(key, pack_metadata(metadata), to, require)
+    data = pack_metadata(metadata)
+    described = OWNER_BYTES + named + len(data)
+    check_owners(features + described)
+    return Terms(key, data, to, require, described=described)

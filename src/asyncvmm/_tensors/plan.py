@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 import msgspec
 import torch
 
+from asyncvmm._core.describing import features_bytes
 from asyncvmm._core.layout import DTYPES, chunk_bytes, feature_bytes, offsets
 from asyncvmm._core.wire import MAX_FEATURES, Feature
 from asyncvmm._errors import ArgumentError, InvalidTensorError
@@ -37,7 +38,9 @@ class Layout:
     ``device`` is the one that all sources are on; None if they are on several, or there are none.
     """
 
-    __slots__ = ("device", "features", "nbytes", "numbers", "offsets", "places", "sizes")
+    __slots__ = (
+        "described", "device", "features", "nbytes", "numbers", "offsets", "places", "sizes",
+    )  # fmt: skip
 
     def __init__(
         self, features: list[Feature], sizes: list[int], device: torch.device | None = None
@@ -49,6 +52,8 @@ class Layout:
                 f"an owner may have at most {MAX_FEATURES} features, got {len(features)}; send "
                 f"them as several owners"
             )
+        self.described = features_bytes(features)
+        """Bytes that the features take in a message."""
         self.features = features
         self.sizes = sizes
         self.offsets = offsets(sizes)
