@@ -31,7 +31,8 @@ A **packet** is one message of a Unix `SOCK_SEQPACKET` socket, of at most {packe
 one MessagePack array of messages. A **message** is a MessagePack array: its tag, then its fields in
 the order below; fields at the end that have a default may be missing. The packets of the handshake
 ({greetings}) hold one message each, not in an array, behind the
-four bytes `{magic}` and the version as a big-endian 16-bit number.
+four bytes `{magic}` and the version as a big-endian 16-bit number; only a Rejected that comes after
+a Welcome is a message like others.
 
 Each packet carries at most one descriptor: that of the segment that its `Segment` message names.
 

@@ -20,7 +20,16 @@ import pytest
 import torch
 
 import asyncvmm
-from asyncvmm import Broadcast, Compete, Consumer, EndOfStream, Exporter, Group, Outcome
+from asyncvmm import (
+    BackendError,
+    Broadcast,
+    Compete,
+    Consumer,
+    EndOfStream,
+    Exporter,
+    Group,
+    Outcome,
+)
 from asyncvmm._core import wire
 from asyncvmm._exporter.connections import Connections
 from asyncvmm.testing import open_pair
@@ -233,6 +242,108 @@ async def test_a_handshake_may_end_before_it_has_begun(monkeypatch: pytest.Monke
         await passes(3)
         gc.collect()
         assert exporter.statistics().slots.free
+
+
+# -- segments that cannot be shared ----------------------------------------------------------------
+
+REFUSED: list[tuple[BackendError, type[asyncvmm.HandshakeError], str, str]] = [
+    (
+        BackendError("no POSIX handle for it", call="cuMemExportToShareableHandle", code="801"),
+        asyncvmm.HandshakeError,
+        "share",
+        "could not share its pool: no POSIX handle for it",
+    ),
+    (
+        BackendError("dup answered EMFILE", call="dup", code="EMFILE"),
+        asyncvmm.ExporterLimitError,
+        "descriptor_limit",
+        "open files of its process are in use",
+    ),
+]
+
+
+class Sharing:
+    """An exporter whose later segments cannot be shared for a while; each export is counted."""
+
+    def __init__(self, exporter: Exporter, error: BackendError) -> None:
+        region: Any = exporter._region
+        self._export = region.export
+        region.export = self
+        self.exporter = exporter
+        self.error: BackendError | None = error
+        self.asked = 0
+
+    def __call__(self, index: int) -> object:
+        if index and self.error is not None:
+            self.asked += 1
+            raise self.error
+        return self._export(index)
+
+    def grow(self) -> None:
+        """Have one segment more, as if somebody had waited for it."""
+        self.exporter._elastic._add(self.exporter._region.grow(4096))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_who_comes_is_told_why_a_grown_segment_cannot_be_shared(number: int) -> None:
+    """Kills: the reason told for the first segment only, and an end without one for the others."""
+    error, kind, reason, text = REFUSED[number]
+    async with open_exporter("@grown", max_pool_bytes="1MiB") as exporter:
+        sharing = Sharing(exporter, error)
+        sharing.grow()
+        for _ in range(2):
+            with pytest.raises(asyncvmm.HandshakeError, match=text) as caught:
+                await connect("@grown", 0).__aenter__()
+            assert (type(caught.value), caught.value.reason) == (kind, reason)
+        assert sharing.asked == 2
+        sharing.error = None
+        async with connect("@grown", 0) as consumer:  # the seat is free
+            await exporter.send(ONE)
+            (await consumer.receive()).release()
+            await exporter.drain()
+            check_all_back(exporter)
+
+
+@pytest.mark.parametrize("reconnect", [False, True])
+async def test_who_has_just_come_is_told_why_it_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, reconnect: bool
+) -> None:
+    """The pool grows when the consumer has what it was promised, and has said so.
+
+    Kills: a loss without a reason, another link that is looked for although nothing is held, and
+    one who may reconnect that does not come in again.
+    """
+    error, _, reason, text = REFUSED[0]
+    async with open_exporter("@grown", max_pool_bytes="1MiB") as exporter:
+        sharing = Sharing(exporter, error)
+        handshake = exporter._connections.handshake
+        attach = handshake.attach
+
+        def grow_and_attach(*given: Any) -> None:
+            if not sharing.asked:
+                sharing.grow()
+            attach(*given)
+
+        monkeypatch.setattr(handshake, "attach", grow_and_attach)
+        connecting: Any = connect("@grown", 0, reconnect=reconnect)
+        async with connecting as consumer:
+            if reconnect:
+                with pytest.raises(asyncvmm.PeerLostError, match=text) as lost:
+                    await consumer.receive()
+                assert isinstance(lost.value.__cause__, asyncvmm.HandshakeError)
+                sharing.error = None
+                await exporter.send(ONE)
+                (await consumer.receive()).release()
+                await exporter.drain()
+            else:
+                for _ in range(2):
+                    with pytest.raises(asyncvmm.HandshakeError, match=text) as caught:
+                        await consumer.receive()
+                    assert caught.value.reason == reason
+                assert consumer._resuming._task is None
+                await until(lambda: not exporter.statistics().consumers)
+        assert sharing.asked == 1
+        check_all_back(exporter)
 
 
 # -- latecomers ----------------------------------------------------------------------------------

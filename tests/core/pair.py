@@ -42,6 +42,7 @@ def hear(core: ConsumerCore, message: wire.FromExporter) -> None:
     elif isinstance(message, wire.Denied):
         core.denied(message)
     else:
+        assert isinstance(message, wire.Goodbye)
         core.goodbye(message)
 
 

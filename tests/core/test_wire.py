@@ -48,6 +48,7 @@ regions = st.builds(
     st.text(plain, max_size=10),
 )
 proofs = st.binary(min_size=16, max_size=16)
+rejections = st.builds(wire.Rejected, texts, texts, st.lists(st.integers(-9, 9), max_size=64))
 goodbyes = st.builds(wire.Goodbye, naturals, texts)
 from_consumer = st.one_of(
     st.builds(wire.Take, naturals, naturals),
@@ -65,6 +66,7 @@ from_exporter = st.one_of(
     st.builds(wire.Deliver, st.lists(owners, min_size=1, max_size=3)),
     st.builds(wire.Redeemed, owners),
     st.builds(wire.Denied, naturals, naturals, texts),
+    rejections,
     goodbyes,
 )
 greetings = st.one_of(
@@ -86,7 +88,7 @@ greetings = st.one_of(
         naturals,
         st.booleans(),
     ),
-    st.builds(wire.Rejected, texts, texts, st.lists(st.integers(-9, 9), max_size=64)),
+    rejections,
     st.just(wire.Attached()),
     st.builds(wire.Observe, st.binary(max_size=1024)),
     st.builds(wire.Resume, st.binary(min_size=16, max_size=16), naturals, st.binary(max_size=1024)),
@@ -343,11 +345,11 @@ def test_each_side_may_say_only_its_own_messages(direction: str) -> None:
     others: list[wire.Message]
     if direction == "from consumer":
         others = [wire.Segment(SegmentInfo(0, 0, 1)), wire.Unmap(0), wire.Ready(0, b""), DELIVER]
-        others += [wire.Denied(0, 1, ""), wire.Redeemed(owner)]
+        others += [wire.Denied(0, 1, ""), wire.Redeemed(owner), wire.Rejected("", "")]
     else:
         others = [wire.Take(0, 1), wire.Release(0, 1), wire.Refuse(0, 1, ""), wire.PutBack(0, 1)]
         others += [wire.Redeem(0, 1, b"p" * 16), wire.Waive(0, 1, b"p" * 16)]
-    others += [wire.Hello(0, None, "host"), wire.Rejected("", ""), wire.Attached()]
+    others += [wire.Hello(0, None, "host"), wire.Attached()]
     others += [wire.Observe(), wire.Resume(b"e" * 16, 0), wire.Resumed([])]
     for message in others:
         assert refused_or_read(DECODERS[direction], wire.frame([wire.encode(message)]))

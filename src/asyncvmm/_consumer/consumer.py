@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 from anyio.abc import ObjectReceiveStream
 
 from asyncvmm._backends.base import ConsumerRegion
-from asyncvmm._consumer.lease import Lease
 from asyncvmm._consumer.leases import Leases
 from asyncvmm._consumer.lingering import Lingering
-from asyncvmm._consumer.loss import anew, loss
+from asyncvmm._consumer.loss import anew, loss, rejected
 from asyncvmm._consumer.owner import Batch
 from asyncvmm._consumer.redeeming import Redeeming
 from asyncvmm._consumer.segments import Segments
@@ -167,6 +166,9 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
                 core.redeemed(message)
             elif isinstance(message, wire.Denied):
                 core.denied(message)
+            elif isinstance(message, wire.Rejected):
+                self._link.abort()
+                return self._on_end(rejected(message))
             else:
                 core.goodbye(message)
                 self._tell()
@@ -232,9 +234,7 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
                 count -= 1
 
     def _wake_all(self) -> None:
-        self._wake()
-        while self._waiters:
-            self._wake()
+        self._wake(len(self._waiters))
         self._wake_redeemers()
 
     def _pump(self, *, whole: bool = False) -> None:
@@ -286,14 +286,11 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
             self._pump()
             self._link.flush()
             if left or self._link.queued:  # the kernel takes no more: the exporter stands still
-                self._linger(left)
+                lingering = Lingering(self._link, self._region, left, self._leases.lane)
+                self._leases.linger(lingering.settle)
             else:
                 try:
                     await self._link.finish(GOODBYE_SECONDS)
                 finally:
                     self._link.abort()
                     self._region.close()
-
-    def _linger(self, left: list[Lease]) -> None:
-        lingering = Lingering(self._link, self._region, left, self._leases.lane)
-        self._leases.linger(lingering.settle)

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from asyncvmm._consumer.consumer import Consumer
-from asyncvmm._consumer.loss import loss
+from asyncvmm._consumer.loss import loss, rejected
 from asyncvmm._core import wire
-from asyncvmm._errors import (
-    AccessDeniedError,
-    ExporterLimitError,
-    HandshakeError,
-    RankError,
-    RemoteProtocolError,
-    VersionMismatchError,
-)
+from asyncvmm._errors import AccessDeniedError, RemoteProtocolError, VersionMismatchError
 from asyncvmm._fds import OwnedFd
 from asyncvmm._io.link import Link
 from asyncvmm._io.listener import connect as connect_socket
@@ -131,7 +124,7 @@ class Handshake:
         if isinstance(self._answer, kind):
             return self._answer
         if isinstance(self._answer, wire.Rejected):
-            raise_rejection(self._answer)
+            raise rejected(self._answer)
         if self._answer is not None:
             raise RemoteProtocolError(
                 f"the exporter {self.name!r} answered a hello with a {type(self._answer).__name__}"
@@ -155,19 +148,3 @@ class Handshake:
         self.link.abort()
         if self.watch is not None:
             self.watch.close()
-
-
-def raise_rejection(message: wire.Rejected) -> NoReturn:
-    """Raise the typed error that an exporter's refusal stands for."""
-    numbers = [None if n == -1 else n for n in message.numbers]
-    if message.reason == "rank" and len(numbers) == 2:
-        raise RankError(message.text, rank=numbers[0], consumer_count=numbers[1])
-    if message.reason == "access_denied":
-        uid = numbers[0] if numbers else None
-        raise AccessDeniedError(message.text, uid=-1 if uid is None else uid)
-    if message.reason == "version" and len(message.numbers) == 1:
-        raise VersionMismatchError(wire.VERSION, message.numbers[0])
-    if message.reason == "descriptor_limit" and len(message.numbers) == 2:
-        limit, used = message.numbers
-        raise ExporterLimitError(message.text, limit=limit, used=used)
-    raise HandshakeError(message.text, reason=message.reason)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from asyncvmm._errors import AsyncVMMError, PeerLostError
+from asyncvmm._core import wire
+from asyncvmm._errors import (
+    AccessDeniedError,
+    AsyncVMMError,
+    ExporterLimitError,
+    HandshakeError,
+    PeerLostError,
+    RankError,
+    VersionMismatchError,
+)
 
 ErrorT = TypeVar("ErrorT", bound=AsyncVMMError)
 
@@ -16,6 +25,22 @@ def loss(error: Exception | None, message: str) -> AsyncVMMError:
     lost = PeerLostError(message, peer="exporter")
     lost.__cause__ = error
     return lost
+
+
+def rejected(message: wire.Rejected) -> HandshakeError:
+    """Return the typed error that an exporter's refusal stands for."""
+    numbers = [None if n == -1 else n for n in message.numbers]
+    if message.reason == "rank" and len(numbers) == 2:
+        return RankError(message.text, rank=numbers[0], consumer_count=numbers[1])
+    if message.reason == "access_denied":
+        uid = numbers[0] if numbers else None
+        return AccessDeniedError(message.text, uid=-1 if uid is None else uid)
+    if message.reason == "version" and len(message.numbers) == 1:
+        return VersionMismatchError(wire.VERSION, message.numbers[0])
+    if message.reason == "descriptor_limit" and len(message.numbers) == 2:
+        limit, used = message.numbers
+        return ExporterLimitError(message.text, limit=limit, used=used)
+    return HandshakeError(message.text, reason=message.reason)
 
 
 def anew(error: ErrorT) -> ErrorT:

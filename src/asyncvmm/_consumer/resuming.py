@@ -61,11 +61,13 @@ class Resuming:
     def may_be(self, error: Exception | None) -> bool:
         """Say whether to look for another link: once, and for an exporter that may live.
 
-        Not for one that hung up after its goodbye, nor for one that broke the rules, and not by
-        who is leaving with nothing in hand.
+        Not for one that hung up after its goodbye, one that broke the rules or one that rejects
+        us, and not by who is leaving with nothing in hand.
         """
         consumer, watch = self._consumer, self._consumer._watch
-        if self._task is not None or watch is None or isinstance(error, RemoteProtocolError):
+        if self._task is not None or watch is None:
+            return False
+        if isinstance(error, RemoteProtocolError | HandshakeError):
             return False
         if (consumer._closed and not consumer._leases.live) or (
             error is None and consumer._core.ended

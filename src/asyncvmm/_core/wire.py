@@ -100,7 +100,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=2):
 
 
 class Rejected(msgspec.Struct, array_like=True, frozen=True, tag=3):
-    """Exporter: you are not; the link ends here."""
+    """Exporter: you are not, instead of a Welcome or after it; the link ends here."""
 
     reason: _Text
     text: _Text
@@ -185,7 +185,7 @@ class Goodbye(msgspec.Struct, array_like=True, frozen=True, tag=11):
 
 
 FromConsumer: TypeAlias = Take | Release | Refuse | Goodbye | Redeem | Waive | PutBack
-FromExporter: TypeAlias = Segment | Unmap | Ready | Deliver | Goodbye | Denied | Redeemed
+FromExporter: TypeAlias = Segment | Unmap | Ready | Deliver | Goodbye | Denied | Redeemed | Rejected
 Greeting: TypeAlias = Hello | Welcome | Rejected | Attached | Observe | Snapshot | Resume | Resumed
 Message: TypeAlias = Greeting | FromConsumer | FromExporter
 

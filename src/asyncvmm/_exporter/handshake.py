@@ -152,7 +152,7 @@ class Handshake:
     async def _welcome(self, conn: Connection, peer: Peer) -> None:
         """Send the pool, segment by segment; nothing is delivered before they are mapped."""
         segments = self._missing(conn)
-        # Before the welcome: until then a refusal is an answer, later only the link's end.
+        # Before the welcome: until then a refusal is an answer like that to any hello.
         first = await in_thread(self._region.export, segments[0].index)
         welcome = wire.Welcome(
             self.identity,
@@ -222,31 +222,37 @@ class Handshake:
 
     def _reject(self, conn: Connection, error: HandshakeError, numbers: Sequence[int] = ()) -> None:
         logger.info("refused a consumer (pid %s): %s", conn.identity.pid, str(error))
-        conn.link.post(rejection(error, numbers))
+        conn.link.post(wire.encode_greeting(rejection(error, numbers)))
         self._rejected(conn)
 
     async def explain(self, conn: Connection, error: AsyncVMMError, seconds: float) -> None:
-        """Say what failed to a consumer that was admitted and not welcomed; hang up in order."""
-        if conn.segments or conn.peer is None or not isinstance(error, BackendError):
+        """Say what failed to a consumer that has a seat, and is not open; hang up in order."""
+        if conn.peer is None or not isinstance(error, BackendError):
             return
         conn.rejected = True
         if error.code in {"EMFILE", "ENFILE"}:
-            conn.link.post(refusal(descriptor_limit()))
+            told = limit_reached(descriptor_limit())
         else:
             failed = HandshakeError(
                 f"the exporter could not share its pool: {error}", reason="share"
             )
-            conn.link.post(rejection(failed))
+            told = rejection(failed)
+        welcomed = bool(conn.segments)
+        conn.link.post(wire.encode(told) if welcomed else wire.encode_greeting(told))
         await conn.link.finish(seconds)
 
 
-def rejection(error: HandshakeError, numbers: Sequence[int] = ()) -> bytes:
+def rejection(error: HandshakeError, numbers: Sequence[int] = ()) -> wire.Rejected:
     """Return the message that has a consumer raise the same error."""
-    rejected = wire.Rejected(error.reason, wire.clip(str(error)), [*numbers])
-    return wire.encode_greeting(rejected)
+    return wire.Rejected(error.reason, wire.clip(str(error)), [*numbers])
 
 
 def refusal(error: DescriptorLimitError) -> bytes:
+    """Return the packet for a newcomer for whom there is no descriptor here."""
+    return wire.encode_greeting(limit_reached(error))
+
+
+def limit_reached(error: DescriptorLimitError) -> wire.Rejected:
     """Return what a consumer is told for whom there is no descriptor here."""
     told = ExporterLimitError(
         f"the exporter cannot take another consumer: {error.used} of {error.limit} open files of "
