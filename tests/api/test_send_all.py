@@ -12,6 +12,7 @@ import torch
 
 import asyncvmm
 from asyncvmm import ArgumentError, Exporter, InvalidTensorError, OwnerTooLargeError, WouldBlock
+from asyncvmm._core import wire
 from asyncvmm._exporter.several import PIECE
 from asyncvmm._tensors.host import OFFLOAD_BYTES, HostPort
 from asyncvmm._tensors.plan import Plan
@@ -413,4 +414,40 @@ async def test_a_batch_is_one_packet_there_and_one_back() -> None:
         for calls in (ours, theirs):
             assert set(calls) <= {"send", "recv", "recv_into", "recvmsg", "recvmsg_into"}, calls
             assert sum(calls.values()) <= 30  # one that finds nothing more, at most
+        check_all_back(pair.exporter)
+
+
+@pytest.mark.parametrize("leave", ["with", "async with", "an error", "release"])
+async def test_leaving_a_batch_is_one_message(leave: str) -> None:
+    """However it is left, and whatever was let go of before.
+
+    Kills: a block that releases its owners one by one, each in a message of its own.
+    """
+    async with open_pair(slots=16) as pair:
+        core, said = pair.exporter._core, []
+        receive = core.receive
+
+        def heard(peer: int, messages: Sequence[wire.FromConsumer]) -> None:
+            said.extend(m for m in messages if isinstance(m, wire.Release))
+            receive(peer, messages)
+
+        core.receive = heard  # type: ignore[method-assign]  # counts
+        acks = await pair.exporter.send_all(owners(16))
+        batch = await pair.consumer.receive()
+        batch[3].release()
+        if leave == "with":
+            with batch:
+                pass
+        elif leave == "async with":
+            async with batch:
+                pass
+        elif leave == "an error":
+            with pytest.raises(KeyError), batch:
+                batch[0]["there is none"]
+        else:
+            batch.release()
+        del batch
+        for ack in acks:
+            await ack
+        assert [len(release.others) for release in said] == [0, 14]
         check_all_back(pair.exporter)
