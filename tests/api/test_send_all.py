@@ -424,12 +424,13 @@ async def test_leaving_a_batch_is_one_message(leave: str) -> None:
     Kills: a block that releases its owners one by one, each in a message of its own.
     """
     async with open_pair(slots=16) as pair:
-        core, said = pair.exporter._core, []
+        core = pair.exporter._core
+        said: list[wire.Release] = []
         receive = core.receive
 
-        def heard(peer: int, messages: Sequence[wire.FromConsumer]) -> None:
+        def heard(peer_id: int, messages: Sequence[wire.FromConsumer]) -> None:
             said.extend(m for m in messages if isinstance(m, wire.Release))
-            receive(peer, messages)
+            receive(peer_id, messages)
 
         core.receive = heard  # type: ignore[method-assign]  # counts
         acks = await pair.exporter.send_all(owners(16))
