@@ -240,12 +240,12 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
     def _pump(self, *, whole: bool = False) -> None:
         core, outgoing = self._core, self._core.outgoing
         if outgoing:
-            post = self._link.post
-            for data in outgoing:
-                post(data)
-            outgoing.clear()
             if whole or (not core.held and not self._link.due.lingers):
-                self._link.flush()  # it is enough, or nothing more can join it
+                self._link.post_now(outgoing)  # it is enough, or nothing more can join it
+            else:
+                for data in outgoing:
+                    self._link.post(data)
+            outgoing.clear()
         if core.state is not PeerState.OPEN and not core.inbox and not self._leases.live:
             if core.state is PeerState.CLOSED and self._attached and not core.resumable:
                 self._region.close()  # the last owner is back (inv. 15)

@@ -6,7 +6,7 @@ somebody asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -33,8 +33,10 @@ class Histogram:
         self._counts[int(seconds * 1e6).bit_length()] += times
         self.total += seconds * times
 
-    def add_since(self, stamps: Iterable[float], now: float) -> None:
+    def add_since(self, stamps: Sequence[float], now: float) -> None:
         """Count how long ago each was; those of one batch are equal and come together."""
+        if len(stamps) == 1:
+            return self.add(now - stamps[0])
         for stamp, same in groupby(stamps):
             self.add(now - stamp, sum(1 for _ in same))
 

@@ -232,10 +232,12 @@ class Lending(Single):
             now = whole or len(core.records) <= 1
             for peer_id, data in outgoing:
                 connection = connections.get(peer_id)
-                if connection is not None:
+                if connection is None:
+                    continue
+                if now:
+                    connection.link.post_now((data,))
+                else:
                     connection.link.post(data)
-                    if now:
-                        connection.link.flush()
             outgoing.clear()
         while core.draining:
             draining, core.draining = core.draining, []

@@ -93,35 +93,37 @@ class Busy:
 
     def came(self) -> None:
         """Note that a packet came; until the waits are over another one is expected."""
-        if self._since is not None:
-            now = monotonic()
-            took = now - self._since
-            if took >= THERE_SECONDS:
-                self._learn(took)
+        since = self._since
+        if since is None:
+            return
+        now = monotonic()
+        if now - since >= THERE_SECONDS:
+            self._learn(now - since)
+            if self._until > since:
                 self._judge()
-            self._expect(now)
+            else:
+                self._trial = 0
+                self._rest -= self._rest > 0
+        self._expect(now)
 
     def _learn(self, took: float) -> None:
-        self._usual += (min(took, self._slow) - self._usual) / SHARE
+        slow = self._slow
+        self._usual += ((took if took < slow else slow) - self._usual) / SHARE
 
     def _judge(self) -> None:
-        """Count an answer, and rest where so many that were turned for came no quicker."""
-        if self._until == self._since:
-            self._trial = 0
-            self._rest -= self._rest > 0
-            return
-        self._trial += 1
-        if self._trial % TRIAL == 0 and self._usual > max(QUICK_SECONDS, GAIN * self._before):
+        """Count an answer that was turned for, and rest where so many came no quicker."""
+        self._trial = trial = self._trial + 1
+        if trial % TRIAL == 0 and self._usual > max(QUICK_SECONDS, GAIN * self._before):
             self._rest, self._before = REST, 0.0
 
     def _expect(self, now: float) -> None:
         self._since = self._until = now
-        window = 2 * self._usual
-        if window <= self._longest and not self._rest and self._worth():
-            if not self._trial:
+        usual = self._usual
+        if 2 * usual <= self._longest and not self._rest and self._worth():
+            if not self._trial and usual > self._before:
                 # The most since the last rest: of late it may have been quick for the turning.
-                self._before = max(self._before, self._usual)
-            self._until += window
+                self._before = usual
+            self._until = now + 2 * usual
             if not self._turning:
                 self._turning = True
                 self._loop.call_soon(self._turn)

@@ -102,19 +102,22 @@ class Link:
         own.  Descriptors are closed here once sent, or when the link ends.
         """
         if not self._accepting:
-            close_all(fds)
-            return
+            return close_all(fds)
         queue = self._outbox.queue
         queue.append((message, tuple(fds)) if fds else message)
         if self._blocked:
-            if self.queued > self._queue_limit:
-                self._end(too_many(self.queued, self._queue_limit))
-            return
+            return self._piled()
         self._pending_bytes += len(message)
         if len(queue) >= BATCH_MESSAGES or self._pending_bytes >= BATCH_BYTES:
             self._pump()
         elif not self.due.scheduled:
             self.due.soon()
+
+    def post_now(self, messages: Sequence[bytes]) -> None:
+        """Send these now, behind what is queued, as far as the kernel takes them."""
+        if self._accepting:
+            self._outbox.queue.extend(messages)
+            self._piled() if self._blocked else self._pump()
 
     def flush(self) -> None:
         """Send what is queued, as far as the kernel takes it now."""
@@ -217,6 +220,10 @@ class Link:
 
     # Writing
 
+    def _piled(self) -> None:
+        if self.queued > self._queue_limit:
+            self._end(too_many(self.queued, self._queue_limit))
+
     def _pump(self) -> None:
         """Send packets until none is left or the kernel takes no more."""
         self._pending_bytes = 0
@@ -273,8 +280,7 @@ class Link:
         hung_up = error is None or isinstance(error, PeerLostError)
         if not self._closed:
             self._hung_up = hung_up
-            self._leave()
-            self._sock.close()
+            self.abort()
         if not asked_for:
             self._telling = self._loop.call_soon(self._on_end, error)
         elif not hung_up:
@@ -284,8 +290,8 @@ class Link:
         self._closed, self._accepting = True, False
         self._unregister()
         self._outbox.drop()
-        if self._finished is not None and not self._finished.done():
-            self._finished.set_result(None)
+        if (finished := self._finished) is not None and not finished.done():
+            finished.set_result(None)
 
     def _unregister(self) -> None:
         self._blocked = False

@@ -47,7 +47,10 @@ class Outbox:
         if not queue:
             return None
         fds: Fds = ()
-        messages = self._all() if len(queue) <= BATCH_MESSAGES else []
+        if len(queue) == 1 and type(queue[0]) is bytes:  # where each waits for the last
+            messages = [queue[0]]
+        else:
+            messages = self._all() if len(queue) <= BATCH_MESSAGES else []
         if not messages:
             messages, fds = self._first()
         packet = self._frame(messages)
