@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ class Lending(Single):
         self._fencing = Fencing(region)
         self._draining = Draining(region, self._fencing, core, self._freed, connections.left)
         self._copier = Copier(port, self._draining)
-        self._next_key = 0
+        self._keys = itertools.count()  # of owners to whom none was given
         self._turn = Turn()
         self._made_in = os.getpid()
         self._forked = self._closing = False
@@ -126,12 +127,15 @@ class Lending(Single):
         self._guard()
         record = None if self._queue else self._core.reserve(nbytes)
         if record is None:
-            gap, slots = self._core.bytes.largest_gap, self._core.slots.free
-            raise WouldBlock(
-                f"no room for {nbytes:,} bytes now: the largest gap is {gap:,} bytes, {slots} "
-                f"slots are free, {len(self._room)} calls wait already"
-            )
+            raise self._would_block(f"{nbytes:,} bytes")
         return record
+
+    def _would_block(self, what: str) -> WouldBlock:
+        gap, slots = self._core.bytes.largest_gap, self._core.slots.free
+        return WouldBlock(
+            f"no room for {what} now: the largest gap is {gap:,} bytes, {slots} slots are free, "
+            f"{len(self._room)} calls wait already"
+        )
 
     def _fill(self, record: Record, plan: Plan, terms: Terms, stream: int) -> Acknowledgement:
         try:
@@ -176,10 +180,7 @@ class Lending(Single):
     ) -> Acknowledgement:
         if self._forked or self._closing:
             self._guard()
-        key = terms.key
-        if key is None:
-            key = self._next_key
-            self._next_key = key + 1
+        key = next(self._keys) if terms.key is None else terms.key
         ready = self._fencing.record(record.slot, stream) if self._fenced else b""
         self._core.publish(
             record, key, layout.features, terms.metadata, terms.to, ready, terms.proof

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from asyncvmm._core.describing import check_owners
 from asyncvmm._core.ledger import Record
 from asyncvmm._core.routing import To
-from asyncvmm._errors import ArgumentError, WouldBlock
+from asyncvmm._errors import ArgumentError
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
 from asyncvmm._exporter.lending import Lending
 from asyncvmm._exporter.terms import Terms
@@ -82,11 +82,7 @@ class Several(Lending):
         sizes = self._possible([plan.nbytes for plan, _ in parcels])
         loans = None if self._queue else self._core.reserve_all(sizes)
         if loans is None:
-            gap, slots = self._core.bytes.largest_gap, self._core.slots.free
-            raise WouldBlock(
-                f"no room for {len(sizes)} owners of {sum(sizes):,} bytes now: the largest gap is "
-                f"{gap:,} bytes, {slots} slots are free, {len(self._room)} calls wait already"
-            )
+            raise self._would_block(f"{len(sizes)} owners of {sum(sizes):,} bytes")
         return await self._send_loans(loans, parcels, number)
 
     def _parcels(
@@ -177,10 +173,7 @@ class Several(Lending):
         ready = self._fencing.record(loans[0].slot, stream) if self._fenced else b""
         acks, described = [], []
         for record, (plan, terms) in zip(loans, parcels, strict=True):
-            key = terms.key
-            if key is None:
-                key = self._next_key
-                self._next_key = key + 1
+            key = next(self._keys) if terms.key is None else terms.key
             described.append((record, key, plan.layout.features, terms.metadata, ready))
             acks.append(Acknowledgement(key, terms.require, self._connections.busy))
             ready = b""  # one event for all
