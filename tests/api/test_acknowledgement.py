@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -404,3 +405,30 @@ async def test_nothing_of_an_owner_is_kept_after_it_is_back() -> None:
         finally:
             gc.enable()
         assert check_all_back(pair.exporter).acknowledged == 21
+
+
+@pytest.mark.parametrize("how", ["back", "awaited", "outstanding"])
+async def test_an_acknowledgement_keeps_nothing_of_an_exporter_that_is_closed(how: str) -> None:
+    """Kills: one that knows its exporter's waits, and by them all of its books, for ever."""
+
+    device = FakeDevice(hold_release=how == "outstanding")
+
+    async def closed() -> tuple[Acknowledgement, weakref.ref[object]]:
+        async with open_pair(port=FakePort(device), close_timeout=0) as pair:
+            ack = await pair.exporter.send({"x": ONE})
+            waiting = asyncio.create_task(outcome_of(ack))
+            await passes(1)
+            with await pair.consumer.receive() as batch:
+                batch[0]["x"]
+            if how == "outstanding":
+                waiting.cancel()
+            else:
+                await (pair.exporter.drain() if how == "back" else waiting)
+            return ack, weakref.ref(pair.exporter._core)
+
+    with outstanding("1 owner") if how == "outstanding" else nullcontext():
+        ack, core = await closed()
+    await passes(3)
+    gc.collect()
+    assert core() is None
+    assert ack.done()

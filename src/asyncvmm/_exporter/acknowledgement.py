@@ -30,7 +30,7 @@ class Acknowledgement:
     def __init__(self, key: Key, require: Require, busy: Busy) -> None:
         self.key = key
         self._require = require
-        self._busy = busy
+        self._busy: Busy | None = busy  # until it is done: it knows the exporter
         self._done = False
         self._record: Record | None = None  # once it is settled: who let go, and how
         self._error: AsyncVMMError | None = None
@@ -47,14 +47,15 @@ class Acknowledgement:
 
     def __await__(self) -> Generator[object, None, Outcome]:
         """Wait until it is done; wakes in the loop turn in which the last release arrives."""
-        if not self._done:
+        busy = self._busy
+        if busy is not None:
             waiter = asyncio.get_running_loop().create_future()
             if self._waiters is None:
                 self._waiters = []
             self._waiters.append(waiter)
             try:
                 # Only the wake-up travels through the future: the outcome stays here (inv. 9).
-                with self._busy:
+                with busy:
                     yield from waiter
             except BaseException:
                 if self._waiters is not None:
@@ -94,7 +95,8 @@ class Acknowledgement:
             return
         self._record = record
         self._error = error
-        self._done = True  # last, for other threads may look
+        self._done = True  # after those two, for other threads may look
+        self._busy = None
         if self._waiters is not None:
             for waiter in self._waiters:
                 if not waiter.done():
