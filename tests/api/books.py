@@ -56,6 +56,6 @@ def check_no_sleeper(exporter: Exporter) -> None:
         return
     head = queue[0]
     assert head.future is not None
-    assert head.future.done() or not head.fits(), (
-        f"{len(queue)} wait, the first for {head.nbytes} bytes, which are free"
+    assert head.future.done() or not exporter._room._fits(head.sizes), (
+        f"{len(queue)} wait, the first for {head.sizes} bytes, which are free"
     )

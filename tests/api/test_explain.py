@@ -136,6 +136,21 @@ async def test_a_pool_in_pieces_lacks_a_gap() -> None:
             batch.release()
 
 
+async def test_a_batch_lacks_the_slots_that_are_free_too_few() -> None:
+    """Kills: "nothing" that is lacking for a batch while some slots are free, and a gap where it
+    is not bytes that are."""
+    async with open_pair(slots=3, pool_bytes=5 * 256) as pair:
+        await pair.exporter.send(data())
+        task = asyncio.create_task(pair.exporter.send_all([data()] * 3, require="none"))
+        await until(lambda: pair.exporter.statistics().waiting > 0)
+        explanation = pair.exporter.explain()
+        assert (explanation.lacks, explanation.needed, explanation.needed_slots) == ("slot", 768, 3)
+        assert "768 bytes in 3 owners: only 2 of 3 slots are free" in str(explanation)
+        (await pair.consumer.receive()).release()
+        await task
+        (await pair.consumer.receive()).release()
+
+
 async def test_a_view_that_outlives_its_consumer_is_lingering() -> None:
     async with open_pair(slots=SLOTS) as pair:
         await fill(pair.exporter)
@@ -317,7 +332,7 @@ async def test_waiters_are_explained_by_one_timer(monkeypatch: pytest.MonkeyPatc
         nonlocal late
         late += 1
 
-    room = Room(lambda nbytes: False, lambda nbytes: None, count, 3600.0)
+    room = Room(lambda sizes: False, lambda sizes: None, count, 3600.0)
     loop = asyncio.get_running_loop()
     made: list[float] = []
     real = loop.call_later

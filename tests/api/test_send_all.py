@@ -11,7 +11,14 @@ import pytest
 import torch
 
 import asyncvmm
-from asyncvmm import ArgumentError, Exporter, InvalidTensorError, OwnerTooLargeError, WouldBlock
+from asyncvmm import (
+    ArgumentError,
+    BackendError,
+    Exporter,
+    InvalidTensorError,
+    OwnerTooLargeError,
+    WouldBlock,
+)
 from asyncvmm._core import wire
 from asyncvmm._exporter.several import PIECE
 from asyncvmm._tensors.host import OFFLOAD_BYTES, HostPort
@@ -248,8 +255,13 @@ async def test_a_batch_waits_its_turn_and_is_not_overtaken() -> None:
         check_all_back(exporter)
 
 
-async def test_an_elastic_pool_grows_for_a_batch_and_not_for_want_of_slots() -> None:
-    """Kills: growth for the largest owner only, and memory mapped because slots are out."""
+@pytest.mark.parametrize("nbytes", [1000, 40 << 10])
+async def test_an_elastic_pool_grows_for_a_batch_and_not_for_want_of_slots(nbytes: int) -> None:
+    """Three of five slots are out, three are waited for, of little and of as much as is out.
+
+    Kills: growth for the largest owner only, and memory mapped because slots are out: with them
+    their bytes come back.
+    """
     kib = torch.zeros(40 << 10, dtype=torch.uint8)
     options: dict[str, Any] = {"pool_bytes": "64KiB", "max_pool_bytes": "512KiB", "slots": 5}
     async with open_pair(shrink_after=60.0, **options) as pair:
@@ -257,14 +269,45 @@ async def test_an_elastic_pool_grows_for_a_batch_and_not_for_want_of_slots() -> 
         await exporter.send_all([{"x": kib}] * 3)
         grown = check_books(exporter).grown
         assert grown > 0
-        waits = start(exporter.send_all(owners(3)))
+        waits = start(exporter.send_all([{"x": kib[:nbytes]}] * 3))
         await passes(20)
         stats = check_books(exporter)
-        assert stats.free_bytes >= 3 * 512
         assert (stats.waiting, stats.grown) == (1, grown)
         assert exporter._elastic._busy is None, "nothing is being mapped for it"
         (await pair.consumer.receive()).release()
         await waits
+        assert check_books(exporter).grown == grown
+        await drain(pair)
+
+
+async def test_a_batch_that_fits_in_pieces_waits_where_the_pool_cannot_grow() -> None:
+    """The piece between two that are mapped was given back, and cannot be had again.
+
+    Kills: a batch that is refused because no one piece can ever hold all of it.
+    """
+    piece = {"x": torch.zeros(64 << 10, dtype=torch.uint8)}
+    options: dict[str, Any] = {"pool_bytes": "64KiB", "max_pool_bytes": "192KiB", "prefetch": 3}
+    async with open_pair(shrink_after=0.01, **options) as pair:
+        exporter = pair.exporter
+        for _ in range(3):
+            await exporter.send(piece)
+        batches = [await pair.consumer.receive() for _ in range(3)]
+        batches.pop(1).release()
+        await until(lambda: exporter.statistics().shrunk == 1)
+
+        def refuse(nbytes: int) -> Any:
+            raise BackendError("there is no more", call="memfd_create", code="ENOMEM")
+
+        exporter._region.grow = refuse  # type: ignore[method-assign]  # as a full machine would
+        fits = start(exporter.send_all([piece] * 2))
+        await until(lambda: exporter._elastic._failed)
+        await passes(5)
+        never = start(exporter.send_all([piece] * 3))
+        while batches:
+            batches.pop().release()
+        assert len(await fits) == 2
+        with pytest.raises(BackendError, match="no more"):
+            await never
         await drain(pair)
 
 

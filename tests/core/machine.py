@@ -138,7 +138,7 @@ class Machine(RuleBasedStateMachine):
         nbytes = SIZES[number % 6] * UNIT
         gap = max(self.model.free_runs(MAX_SEGMENTS), default=0)
         fits = len(self.model.owners) < self.model.slots and gap >= nbytes
-        assert self.pair.exporter.fits(nbytes) == fits
+        assert self.pair.exporter.fit([nbytes]) == fits
         record = self.pair.exporter.reserve(nbytes)
         assert (record is not None) == fits
         if record is None:

@@ -39,18 +39,18 @@ def lend(loans: Loans, nbytes: int) -> Record:
 def test_only_the_usable_bytes_of_a_segment_are_lent(loans: Loans) -> None:
     """Kills padding that becomes visible to users (field report 49)."""
     assert loans.bytes.capacity == 1024
-    assert loans.fits(1024)
-    assert not loans.fits(1280)
+    assert loans.fit([1024])
+    assert not loans.fit([1280])
     assert loans.reserve(1280) is None
 
 
 def test_the_last_slot_and_the_last_bytes_can_be_had(loans: Loans) -> None:
     """Kills a pool that always keeps one back."""
     lend(loans, 768)
-    assert loans.fits(256)
-    assert not loans.fits(257)
+    assert loans.fit([256])
+    assert not loans.fit([257])
     lend(loans, 256)
-    assert not loans.fits(0)
+    assert not loans.fit([0])
 
 
 @pytest.mark.parametrize("lacking", ["a slot", "bytes"])
@@ -64,7 +64,7 @@ def test_a_loan_that_cannot_be_had_changes_nothing(loans: Loans, lacking: str) -
         loans.draining.clear()
     nbytes = 256 if lacking == "a slot" else 1024
     before = snapshot(loans)
-    assert not loans.fits(nbytes)
+    assert not loans.fit([nbytes])
     assert loans.reserve(nbytes) is None
     assert snapshot(loans) == before
 

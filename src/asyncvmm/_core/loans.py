@@ -28,13 +28,11 @@ class Loans:
         """Make a new segment's first ``usable`` bytes available."""
         self.bytes.add_range(segment.start, usable)
 
-    def fits(self, nbytes: int) -> bool:
-        """Say whether a slot and a gap of ``nbytes`` are there now."""
-        return self.slots.free > 0 and self.bytes.largest_gap >= nbytes
-
     def fit(self, sizes: Sequence[int]) -> bool:
         """Say whether slots and gaps for so many chunks at once are there now."""
-        return self.slots.free >= len(sizes) and self.bytes.fits(sizes)
+        return self.slots.free >= len(sizes) and (
+            self.bytes.largest_gap >= sum(sizes) or self.bytes.fits(sizes)
+        )
 
     def reserve(self, nbytes: int) -> Record | None:
         """Take a slot and a chunk, or return None and change nothing."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core import wire
+from asyncvmm._core.allocator import Allocator
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.layout import aligned
 from asyncvmm._errors import ArgumentError, AsyncVMMError, BackendError
@@ -31,7 +32,7 @@ class Elastic:
     """The segments of one exporter's pool.
 
     ``room_made`` is called after each growth.  ``no_room`` is called when growing failed, with
-    the largest chunk that the pool can hold as it is, and why it got no larger.
+    what says whether the pool can hold chunks of some sizes as it is, and why it got no larger.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Elastic:
         max_pool_bytes: int,
         shrink_after: float,
         room_made: Callable[[], None],
-        no_room: Callable[[int, AsyncVMMError], None],
+        no_room: Callable[[Callable[[Sequence[int]], bool], AsyncVMMError], None],
     ) -> None:
         self.grown = 0
         self.shrunk = 0
@@ -65,21 +66,20 @@ class Elastic:
         self._failed = False
         self._add(region.segments()[0])
 
-    def want(self, nbytes: int) -> None:
-        """Somebody waits for ``nbytes``: begin to grow if the pool may."""
+    def want(self, sizes: Sequence[int]) -> None:
+        """Somebody waits for chunks of these sizes: begin to grow if the pool may."""
         if (
             self._busy is None
             and not self._closed
-            and self._core.slots.free
-            and nbytes > self._core.bytes.largest_gap  # else more slots are lacking
+            and self._core.slots.free >= len(sizes)  # else what is lacking comes with them
             and self._core.bytes.capacity < self.max_pool_bytes
-            and (not self._failed or nbytes > self._largest(mapped=True))
+            and (not self._failed or not self._holds(sizes))
         ):
-            self._busy = asyncio.get_running_loop().create_task(self._grow(nbytes))
+            self._busy = asyncio.get_running_loop().create_task(self._grow(sum(sizes)))
 
     async def _grow(self, nbytes: int) -> None:
         # After shrinking, free addresses may lie in several pieces: fill one after the other.
-        size = min(max(nbytes, self.pool_bytes), self._largest(mapped=False))
+        size = min(max(nbytes, self.pool_bytes), self._largest_unmapped())
         segment = None
         try:
             segment = await in_thread(self._region.grow, size)
@@ -93,7 +93,7 @@ class Elastic:
             self._failed = True
             if segment is not None:
                 await self._withdraw(segment)
-            self._no_room(self._largest(mapped=True), error)
+            self._no_room(self._holds, error)
         finally:
             self._busy = None
         if not self._closed:
@@ -130,17 +130,22 @@ class Elastic:
         self._usable[segment.index] = usable
         self._core.add_segment(segment, usable)
 
-    def _largest(self, *, mapped: bool) -> int:
-        """Return the longest piece of addresses that is mapped, or that is not, in bytes."""
-        largest = at = since = 0  # since: where the run of segments that ends at ``at`` began
-        # One that could not be given back is mapped, and nothing may be in it any more.
-        segments = [s for s in self._region.segments() if not mapped or s.index in self._usable]
-        for segment in sorted(segments, key=lambda segment: segment.start):
-            if segment.start > at:
-                largest = max(largest, at - since if mapped else segment.start - at)
-                since = segment.start
+    def _holds(self, sizes: Sequence[int]) -> bool:
+        """Say whether chunks of these sizes fit what is mapped, if nothing else is in it."""
+        empty = Allocator()
+        for segment in self._region.segments():
+            # One that could not be given back is mapped, and nothing may be in it any more.
+            if segment.index in self._usable:
+                empty.add_range(segment.start, self._usable[segment.index])
+        return empty.fits(sizes)
+
+    def _largest_unmapped(self) -> int:
+        """Return the longest piece of addresses at which nothing is mapped, in bytes."""
+        largest = at = 0
+        for segment in sorted(self._region.segments(), key=lambda segment: segment.start):
+            largest = max(largest, segment.start - at)
             at = segment.start + self._usable.get(segment.index, segment.nbytes)
-        return max(largest, at - since if mapped else self.max_pool_bytes - at)
+        return max(largest, self.max_pool_bytes - at)
 
     # -- shrinking ---------------------------------------------------------------------------
 

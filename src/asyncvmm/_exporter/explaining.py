@@ -130,8 +130,10 @@ class Explanation:
     """Seconds that the first of them has waited."""
     needed: int
     """Bytes that the first of them waits for; 0 if nobody waits."""
+    needed_slots: int
+    """Slots that it waits for, one for each of its owners; 0 if nobody waits."""
     lacks: Literal["nothing", "slot", "gap"]
-    """What is not there: a free slot, or free bytes in one piece."""
+    """What is not there: free slots, or free bytes in large enough pieces."""
     slots: int
     free_slots: int
     pool_bytes: int
@@ -142,9 +144,10 @@ class Explanation:
 
     def __str__(self) -> str:
         if self.waiting:
+            several = f" in {self.needed_slots} owners" if self.needed_slots > 1 else ""
             begin = (
                 f"{self.waiting} call{'s wait' if self.waiting > 1 else ' waits'} for room, the "
-                f"first for {self.waited:.1f} s and {self.needed:,} bytes: {self._lack()}"
+                f"first for {self.waited:.1f} s and {self.needed:,} bytes{several}: {self._lack()}"
             )
         else:
             begin = f"nobody waits: {self._lack()}"
@@ -153,7 +156,8 @@ class Explanation:
 
     def _lack(self) -> str:
         if self.lacks == "slot":
-            return f"none of {self.slots} slots is free"
+            free = f"only {self.free_slots}" if self.free_slots else "none"
+            return f"{free} of {self.slots} slots {'are' if self.free_slots > 1 else 'is'} free"
         pool = f"{self.free_bytes:,} of {self.pool_bytes:,} bytes are free"
         if self.lacks == "gap":
             return f"{pool}, the largest gap is {self.largest_gap:,}"
@@ -163,22 +167,23 @@ class Explanation:
 def explain(exporter: Exporter) -> Explanation:
     """Look at the pool, and at everybody who keeps something of it."""
     core, room = exporter._core, exporter._room
-    needed, largest = room.needed, core.bytes.largest_gap
+    needed = room.needed
     lacks: Literal["nothing", "slot", "gap"] = "nothing"
-    if not core.slots.free:
+    if core.slots.free < max(len(needed), 1):
         lacks = "slot"
-    elif largest < max(needed, 1):
+    elif not core.fit(needed or (1,)):
         lacks = "gap"
     return Explanation(
         waiting=len(room),
         waited=room.oldest_wait,
-        needed=needed,
+        needed=sum(needed),
+        needed_slots=len(needed),
         lacks=lacks,
         slots=len(core.slots.states),
         free_slots=core.slots.free,
         pool_bytes=core.bytes.capacity,
         free_bytes=core.bytes.free_bytes,
-        largest_gap=largest,
+        largest_gap=core.bytes.largest_gap,
         obstacles=_obstacles(exporter),
     )
 

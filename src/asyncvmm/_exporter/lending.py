@@ -60,7 +60,7 @@ class Lending(Single):
         self._debug = debug
         self._elastic: Elastic
         late = Telling(name, partial(explain, self)).tell
-        self._room = Room(core.fits, lambda size: self._elastic.want(size), late, explain_after)
+        self._room = Room(core.fit, lambda sizes: self._elastic.want(sizes), late, explain_after)
         self._queue = self._room.queue  # of those who wait; empty most of the time
         self._fencing = Fencing(region)
         self._draining = Draining(region, self._fencing, core, self._freed, connections.left)

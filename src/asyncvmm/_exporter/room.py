@@ -11,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import TypeAlias
 
 from asyncvmm._errors import AsyncVMMError, ClosedError
 from asyncvmm._exporter.latencies import Histogram
+
+Sizes: TypeAlias = Sequence[int]
+"""Bytes of each chunk that is to be taken, all at once."""
 
 SHORTEST_LOOK = 0.01
 """Seconds between two looks at a head that is late, however little patience there is."""
@@ -25,29 +28,28 @@ SHORTEST_LOOK = 0.01
 class Waiter:
     """One call that waits."""
 
-    __slots__ = ("error", "fits", "future", "nbytes", "since")
+    __slots__ = ("error", "future", "since", "sizes")
 
-    def __init__(self, nbytes: int, fits: Callable[[], bool]) -> None:
-        self.nbytes = nbytes
-        self.fits = fits
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
         self.error: AsyncVMMError | None = None
         self.since = monotonic()
         self.future: asyncio.Future[None] | None = None
 
 
 class Room:
-    """The queue of those who wait for a slot and a chunk.
+    """The queue of those who wait for slots and chunks.
 
-    ``fits`` says whether some bytes in one piece, and a slot, could be taken now; ``wanted`` is
-    called whenever the head of the queue has to wait, so that an elastic pool can grow.
+    ``fits`` says whether chunks of some sizes, and a slot for each, could be taken now; ``wanted``
+    is called whenever the head of the queue has to wait, so that an elastic pool can grow.
     ``late`` is called when the head has waited for ``patience`` seconds, and again as often while
     it does.
     """
 
     def __init__(
         self,
-        fits: Callable[[int], bool],
-        wanted: Callable[[int], None],
+        fits: Callable[[Sizes], bool],
+        wanted: Callable[[Sizes], None],
         late: Callable[[], None],
         patience: float,
     ) -> None:
@@ -71,28 +73,27 @@ class Room:
         return monotonic() - self.queue[0].since if self.queue else 0.0
 
     @property
-    def needed(self) -> int:
-        """Bytes that the head of the queue waits for; 0 if nobody waits."""
-        return self.queue[0].nbytes if self.queue else 0
+    def needed(self) -> Sizes:
+        """The sizes that the head of the queue waits for; none if nobody waits."""
+        return self.queue[0].sizes if self.queue else ()
 
-    async def turn(self, nbytes: int, fits: Callable[[], bool] | None = None) -> None:
-        """Wait until it is the caller's turn and ``nbytes`` fit; take them before any await.
+    async def turn(self, *sizes: int) -> None:
+        """Wait until it is the caller's turn and all of these fit; take them before any await.
 
-        Who takes them in several chunks gives its own ``fits``, which must be true if they fit
-        in one piece.  Raises ClosedError if the exporter closes meanwhile, and what
-        :meth:`refuse` was given.  Cancellation loses nothing.
+        Raises ClosedError if the exporter closes meanwhile, and what :meth:`refuse` was given.
+        Cancellation loses nothing.
         """
-        waiter = Waiter(nbytes, fits or partial(self._fits, nbytes))
+        waiter = Waiter(sizes)
         queue = self.queue
         queue.append(waiter)
         waited = False
         try:
-            while not self._closed and (queue[0] is not waiter or not waiter.fits()):
+            while not self._closed and (queue[0] is not waiter or not self._fits(sizes)):
                 if waiter.error is not None:
                     raise waiter.error
                 waited = True
                 if queue[0] is waiter:
-                    self._wanted(nbytes)
+                    self._wanted(sizes)
                 if self._timer is None and self._patience != math.inf:
                     self._timer = asyncio.get_running_loop().call_later(self._patience, self._look)
                 waiter.future = asyncio.get_running_loop().create_future()
@@ -121,10 +122,10 @@ class Room:
             head = self.queue[0]
             future = head.future
             if future is not None and not future.done():
-                if head.fits():
+                if self._fits(head.sizes):
                     future.set_result(None)
                 else:
-                    self._wanted(head.nbytes)
+                    self._wanted(head.sizes)
 
     def _look(self) -> None:
         """Tell of a head that waits too long, and look again while anybody waits."""
@@ -137,9 +138,9 @@ class Room:
             self._late()
         self._timer = asyncio.get_running_loop().call_later(left, self._look)
 
-    def refuse(self, most: int, error: AsyncVMMError) -> None:
-        """Send the head of the queue away with ``error`` if it wants more than ``most`` bytes."""
-        if self.queue and self.queue[0].nbytes > most:
+    def refuse(self, holds: Callable[[Sizes], bool], error: AsyncVMMError) -> None:
+        """Send the head of the queue away with ``error`` unless the pool ``holds`` its sizes."""
+        if self.queue and not holds(self.queue[0].sizes):
             head = self.queue[0]
             head.error = error
             if head.future is not None and not head.future.done():

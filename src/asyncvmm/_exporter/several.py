@@ -7,7 +7,6 @@ slot.  Its owners are otherwise each their own: released, acknowledged and freed
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -130,7 +129,7 @@ class Several(Lending):
         loans = None if self._queue else self._core.reserve_all(sizes)
         if loans is None:
             with self._connections.busy:
-                await self._room.turn(sum(sizes), partial(self._core.fit, sizes))
+                await self._room.turn(*sizes)
             loans = self._core.reserve_all(sizes)
             assert loans is not None, "room.turn() promised it and nothing ran in between"
         return loans

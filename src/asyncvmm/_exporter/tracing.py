@@ -30,7 +30,7 @@ def _follow_waits(room: Room, timeline: Timeline) -> None:
     def noted(waiter: Waiter, waited: bool) -> None:
         forget(waiter, waited)
         if waited:
-            timeline.wait(waiter.since, waiter.nbytes)
+            timeline.wait(waiter.since, sum(waiter.sizes))
 
     room._forget = noted  # type: ignore[method-assign]  # a wrapper costs nothing when off
 
