@@ -173,7 +173,7 @@ def _(patch: Patch) -> None:
 
 @mutant("the largest gap alone decides, slots do not count", BroadcastMachine)
 def _(patch: Patch) -> None:
-    patch.setattr(Loans, "fits", lambda loans, nbytes: loans.bytes.largest_gap >= nbytes)
+    patch.setattr(Loans, "fit", lambda loans, sizes: loans.bytes.largest_gap >= sum(sizes))
 
 
 # -- releases ---------------------------------------------------------------------------------
