@@ -15,7 +15,7 @@ from asyncvmm._backends.device_range import DeviceRange, Keepalive
 from asyncvmm._backends.driver_memory import Allocation, HandleType
 from asyncvmm._backends.events import Event, check_event, check_same
 from asyncvmm._backends.handle_types import AskedType, choose
-from asyncvmm._backends.segments import find, first_gap, pieces, round_up
+from asyncvmm._backends.segments import check_pool, find, first_gap, pieces, round_up
 from asyncvmm._errors import (
     ArgumentError,
     BackendError,
@@ -23,7 +23,7 @@ from asyncvmm._errors import (
     RemoteProtocolError,
 )
 from asyncvmm._fds import OwnedFd
-from asyncvmm._types import MAX_SLOTS, RegionInfo, SegmentInfo
+from asyncvmm._types import RegionInfo, SegmentInfo
 
 POISON = 0xDB
 """The byte that fills a freed chunk in debug mode, the same as in host memory."""
@@ -65,13 +65,7 @@ class CudaExporterRegion:
 
         Slow.  Sizes are rounded up to the GPU's granularity.  If it fails nothing is kept.
         """
-        if not 0 < pool_bytes <= max_pool_bytes:
-            raise ArgumentError(
-                f"a pool needs 0 < pool_bytes <= max_pool_bytes, "
-                f"got {pool_bytes} and {max_pool_bytes}"
-            )
-        if not 0 < slots <= MAX_SLOTS:
-            raise ArgumentError(f"a pool needs 1 to {MAX_SLOTS} slots, got {slots}")
+        check_pool(pool_bytes, max_pool_bytes, slots)
         if not driver.device_attribute(device, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
             raise BackendError(
                 f"GPU {device} has no virtual memory management; use device='cpu'",

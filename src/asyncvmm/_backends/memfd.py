@@ -21,14 +21,13 @@ from asyncvmm._backends.base import Fence, surely_done
 from asyncvmm._backends.limits import check_room
 from asyncvmm._backends.mapping import PAGE, READ, WRITE, Mapping, checked, pages
 from asyncvmm._backends.sealed import check_file, commit
-from asyncvmm._backends.segments import check_segment, find, first_gap, pieces
+from asyncvmm._backends.segments import check_pool, check_segment, find, first_gap, pieces
 from asyncvmm._errors import (
-    ArgumentError,
     ClosedError,
     RemoteProtocolError,
 )
 from asyncvmm._fds import OwnedFd
-from asyncvmm._types import MAX_SLOTS, RegionInfo, SegmentInfo
+from asyncvmm._types import RegionInfo, SegmentInfo
 
 POISON = 0xDB
 """Byte that fills a freed chunk in debug mode: as a float it is a huge negative number and as an
@@ -62,13 +61,7 @@ class HostExporterRegion:
         55); if it cannot be, :class:`asyncvmm.PoolMemoryError` says what was asked, what is
         available and where, and nothing is kept.
         """
-        if not 0 < pool_bytes <= max_pool_bytes:
-            raise ArgumentError(
-                f"a pool needs 0 < pool_bytes <= max_pool_bytes, "
-                f"got {pool_bytes} and {max_pool_bytes}"
-            )
-        if not 0 < slots <= MAX_SLOTS:
-            raise ArgumentError(f"a pool needs 1 to {MAX_SLOTS} slots, got {slots}")
+        check_pool(pool_bytes, max_pool_bytes, slots)
         size = pages(pool_bytes)
         check_room(size)
         info = RegionInfo("host", pages(max_pool_bytes), PAGE, slots, writable, "memfd")

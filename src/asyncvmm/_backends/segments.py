@@ -1,11 +1,21 @@
-"""Arithmetic of segments in one address range, and what a peer may say of them."""
+"""Arithmetic of segments in one address range, and what callers and peers may say of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 from asyncvmm._errors import ArgumentError, RemoteProtocolError
-from asyncvmm._types import RegionInfo, SegmentInfo
+from asyncvmm._types import MAX_SLOTS, RegionInfo, SegmentInfo
+
+
+def check_pool(pool_bytes: int, max_pool_bytes: int, slots: int) -> None:
+    """Refuse a pool that cannot be."""
+    if not 0 < pool_bytes <= max_pool_bytes:
+        raise ArgumentError(
+            f"a pool needs 0 < pool_bytes <= max_pool_bytes, got {pool_bytes} and {max_pool_bytes}"
+        )
+    if not 0 < slots <= MAX_SLOTS:
+        raise ArgumentError(f"a pool needs 1 to {MAX_SLOTS} slots, got {slots}")
 
 
 def round_up(nbytes: int, granule: int) -> int:

@@ -20,7 +20,7 @@ from asyncvmm._consumer.news import News
 from asyncvmm._core import wire
 from asyncvmm._core.ledger import PeerState
 from asyncvmm._errors import AsyncVMMError, ClosedError, ForkError
-from asyncvmm._io.waiting import woken
+from asyncvmm._io.waiting import wake, woken
 from asyncvmm._ticket import OwnerTicket
 from asyncvmm._ticket_errors import ForeignTicketError
 
@@ -101,7 +101,7 @@ class Asking(News):
                 asked.error = denial(answer)
             else:
                 (asked.lease,) = self._leases.lease((answer,))
-            self._wake_asking(asked)
+            wake(asked.waiters)
             self._leave_unasked(name, asked)
 
     def _leave_unasked(self, name: Name, asked: _Asked) -> None:
@@ -120,16 +120,10 @@ class Asking(News):
         self._leases.put_back(lease)
         self._pump()
 
-    def _wake_asking(self, asked: _Asked) -> None:
-        waiters, asked.waiters = asked.waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
     def _wake_redeemers(self) -> None:
         """Have all who wait look again: the link's state has changed."""
         for asked in self._asked.values():
-            self._wake_asking(asked)
+            wake(asked.waiters)
         if self._core.state is PeerState.CLOSED:
             self._asked.clear()  # no answer comes any more
 

@@ -10,7 +10,7 @@ from asyncvmm._core.ledger import PeerState
 from asyncvmm._errors import AsyncVMMError
 from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch
-from asyncvmm._io.waiting import woken
+from asyncvmm._io.waiting import wake, woken
 
 
 class News:
@@ -27,10 +27,7 @@ class News:
         self._told: list[asyncio.Future[None]] = []
 
     def _tell(self) -> None:
-        told, self._told = self._told, []
-        for future in told:
-            if not future.done():
-                future.set_result(None)
+        wake(self._told)
 
     async def _heard(self) -> None:
         await woken(self._told)

@@ -10,6 +10,7 @@ from typing import Literal
 from asyncvmm._core.ledger import Record
 from asyncvmm._errors import AsyncVMMError, DeliveryError
 from asyncvmm._io.busy import Busy
+from asyncvmm._io.waiting import wake
 from asyncvmm._types import Key, Outcome
 
 Require = Literal["all", "any", "none"]
@@ -98,7 +99,5 @@ class Acknowledgement:
         self._done = True  # after those two, for other threads may look
         self._busy = None
         if self._waiters is not None:
-            for waiter in self._waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+            wake(self._waiters)
             self._waiters = None

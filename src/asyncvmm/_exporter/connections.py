@@ -27,7 +27,7 @@ from asyncvmm._exporter.resuming import resume
 from asyncvmm._io.busy import Busy
 from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch, PeerIdentity
-from asyncvmm._io.waiting import woken
+from asyncvmm._io.waiting import wake, woken
 from asyncvmm._types import SegmentInfo
 
 logger = logging.getLogger("asyncvmm.exporter")
@@ -275,10 +275,7 @@ class Connections:
 
     def changed(self) -> None:
         """Wake whoever waits for consumers to come."""
-        changed, self._changed = self._changed, []
-        for future in changed:
-            if not future.done():
-                future.set_result(None)
+        wake(self._changed)
 
     async def finish(self) -> None:
         """Send every last word, let peers hang up, close every socket."""

@@ -28,7 +28,7 @@ from asyncvmm._exporter.room import Room
 from asyncvmm._exporter.terms import PLAIN, Terms, make_terms
 from asyncvmm._fds import Single, close_after_fork
 from asyncvmm._io.turn import Turn
-from asyncvmm._io.waiting import woken
+from asyncvmm._io.waiting import wake, woken
 from asyncvmm._logs import Once, kind_of
 from asyncvmm._tensors import DevicePort
 from asyncvmm._types import Key
@@ -265,7 +265,7 @@ class Lending(Single):
         if self._queue:
             self._room.wake()
         if self._idle and not any(r.published for r in self._core.records.values()):
-            self._wake_idle()
+            wake(self._idle)
 
     def _poison(self, record: Record) -> None:
         try:
@@ -278,12 +278,6 @@ class Lending(Single):
             if self._hung_up:
                 raise ClosedError(f"the exporter {self.name!r} was closed before everybody let go")
             await woken(self._idle)
-
-    def _wake_idle(self) -> None:
-        idle, self._idle = self._idle, []
-        for future in idle:
-            if not future.done():
-                future.set_result(None)
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -298,4 +292,4 @@ class Lending(Single):
         for record in self._core.records.values():
             if isinstance(record.acknowledgement, Acknowledgement):
                 record.acknowledgement._settle(None, error)
-        self._wake_idle()
+        wake(self._idle)

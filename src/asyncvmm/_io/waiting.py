@@ -1,4 +1,4 @@
-"""Waiting, with others, to be woken."""
+"""Waiting, with others, to be woken, and waking them all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 async def woken(waiters: list[asyncio.Future[None]]) -> None:
-    """Wait in the list until whoever keeps it wakes everybody in it.
+    """Wait in the list until whoever keeps it calls :func:`wake`.
 
     Who is cancelled leaves it: what is waited for may be long in coming, and be asked for often.
     """
@@ -18,3 +18,11 @@ async def woken(waiters: list[asyncio.Future[None]]) -> None:
         if future in waiters:
             waiters.remove(future)
         raise
+
+
+def wake(waiters: list[asyncio.Future[None]]) -> None:
+    """Wake everybody in the list, which is empty then."""
+    for future in waiters:
+        if not future.done():
+            future.set_result(None)
+    waiters.clear()
