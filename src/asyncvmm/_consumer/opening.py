@@ -110,17 +110,7 @@ class connect(Generic[ConsumerT]):
         check_device(device)
         self._name = name
         self._device = device
-        if rank is not None and (not is_int(rank) or rank < 0):
-            raise ArgumentError(f"rank={rank!r} is no rank; give an int of 0 or more")
-        if member is not None and (not isinstance(member, str) or not 0 < len(member) <= MAX_TEXT):
-            raise ArgumentError(
-                f"member={member!r:.80} is no name; give text of 1 to {MAX_TEXT:,} characters"
-            )
-        if not is_int(prefetch) or not 1 <= prefetch <= MAX_WINDOW:
-            raise ArgumentError(
-                f"prefetch={prefetch!r} must be an int from 1 to {MAX_WINDOW:,}: how many batches "
-                f"may be delivered ahead of the one in work"
-            )
+        _check_seat(rank, member, prefetch)
         if reconnect and trace is not None:
             raise ArgumentError("trace= follows the owners of one exporter; leave out reconnect=")
         kind = "any" if device == "auto" else "host" if device == "cpu" else "cuda"
@@ -226,3 +216,17 @@ class connect(Generic[ConsumerT]):
             finally:
                 if self._timeline is not None:
                     await in_thread(write, self._timeline)
+
+
+def _check_seat(rank: object, member: object, prefetch: object) -> None:
+    if rank is not None and (not is_int(rank) or rank < 0):
+        raise ArgumentError(f"rank={rank!r} is no rank; give an int of 0 or more")
+    if member is not None and (not isinstance(member, str) or not 0 < len(member) <= MAX_TEXT):
+        raise ArgumentError(
+            f"member={member!r:.80} is no name; give text of 1 to {MAX_TEXT:,} characters"
+        )
+    if not is_int(prefetch) or not 1 <= prefetch <= MAX_WINDOW:
+        raise ArgumentError(
+            f"prefetch={prefetch!r} must be an int from 1 to {MAX_WINDOW:,}: how many batches "
+            f"may be delivered ahead of the one in work"
+        )

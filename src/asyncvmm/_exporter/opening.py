@@ -1,23 +1,19 @@
-"""Opening an exporter and closing it again."""
+"""Opening an exporter."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
-import warnings
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from functools import partial
 
+from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core.exporter import ExporterCore
-from asyncvmm._errors import (
-    ArgumentError,
-    LocalProtocolError,
-    OwnersOutstandingWarning,
-)
+from asyncvmm._errors import ArgumentError, LocalProtocolError
 from asyncvmm._exporter.access import Access
+from asyncvmm._exporter.closing import close, drain
 from asyncvmm._exporter.connections import Connections
 from asyncvmm._exporter.elastic import Elastic
 from asyncvmm._exporter.exporter import Exporter
@@ -26,7 +22,6 @@ from asyncvmm._exporter.observing import Observers, snapshot
 from asyncvmm._exporter.staying import stay
 from asyncvmm._exporter.tracing import follow
 from asyncvmm._io.busy import BUSY_POLL_SECONDS, Busy, check_busy_poll
-from asyncvmm._io.chrome import write
 from asyncvmm._io.listener import Listener
 from asyncvmm._io.names import check, resolve
 from asyncvmm._io.outbox import BATCH_MESSAGES
@@ -106,21 +101,7 @@ class open_exporter:
             if max_pool_bytes is None
             else parse_bytes(max_pool_bytes, "max_pool_bytes")
         )
-        if self._max_pool_bytes < self._pool_bytes:
-            raise ArgumentError(
-                f"max_pool_bytes={self._max_pool_bytes:,} is less than pool_bytes="
-                f"{self._pool_bytes:,}; leave it out for a pool of one size"
-            )
-        if not is_int(slots) or not 1 <= slots <= MAX_SLOTS:
-            raise ArgumentError(
-                f"slots={slots!r} must be an int from 1 to {MAX_SLOTS:,}: each is an event that "
-                f"every consumer opens, and a process may hold 4,096 of them"
-            )
-        if not isinstance(route, Broadcast | Compete):
-            raise ArgumentError(
-                f"route={route!r} is unknown; give asyncvmm.Broadcast(consumer_count) or "
-                f"asyncvmm.Compete()"
-            )
+        _check_pool(self._pool_bytes, self._max_pool_bytes, slots, route)
         self._slots = slots
         self._route = route
         self._shrink_after = _seconds(shrink_after, "shrink_after")
@@ -139,7 +120,6 @@ class open_exporter:
     async def __aenter__(self) -> Exporter:
         if self._exporter is not None:
             raise LocalProtocolError("open_exporter() can be entered once; call it again")
-        loop = asyncio.get_running_loop()
         async with AsyncExitStack() as undo:
             if self._timeline is not None:
                 claim = partial(self._timeline.prepare, f"exporter-{self._name}")
@@ -159,51 +139,11 @@ class open_exporter:
             region = await made_in_thread(create, lambda region: region.close())
             undo.push_async_callback(in_thread, region.close)
             address = await in_thread(resolve, self._name)
-            listener = await made_in_thread(
-                partial(Listener.bind, address, shared=self._access.shared), Listener.close
-            )
+            bind = partial(Listener.bind, address, shared=self._access.shared)
+            listener = await made_in_thread(bind, Listener.close)
             undo.callback(listener.close)
-            core = ExporterCore(slots=self._slots, route=self._route)
-            connections = Connections(
-                core,
-                region,
-                access=self._access,
-                pump=lambda: exporter._told(),
-                gone=lambda peer, died: exporter._draining.gone(peer, died=died),
-                dying=lambda peer: exporter._fencing.distrust(peer),
-                open_release=lambda *event: exporter._fencing.open_release(*event),
-                observers=Observers(lambda: snapshot(exporter)),
-                debug=self._debug,
-                # With more out than one packet takes, answers share a sleep.
-                busy=Busy(loop, self._busy_poll, lambda: len(core.records) <= BATCH_MESSAGES),
-                consumer_count=(
-                    self._route.consumer_count if isinstance(self._route, Broadcast) else 0
-                ),
-            )
-            exporter = Exporter(
-                address.display,
-                port,
-                region,
-                core,
-                connections,
-                debug=self._debug,
-                explain_after=self._explain_after,
-            )
-            if self._timeline is not None:
-                follow(exporter, self._timeline)
-            if self._debug:
-                stay(exporter)
-            exporter._elastic = Elastic(
-                core,
-                region,
-                connections,
-                pool_bytes=self._pool_bytes,
-                max_pool_bytes=self._max_pool_bytes,
-                shrink_after=self._shrink_after,
-                room_made=exporter._room.wake,
-                no_room=exporter._room.refuse,
-            )
-            listener.start(loop, connections.accept, refusal)
+            exporter = self._join(address.display, port, region)
+            listener.start(asyncio.get_running_loop(), exporter._connections.accept, refusal)
             undo.pop_all()
         self._listener, self._exporter = listener, exporter
         logger.info(
@@ -216,6 +156,54 @@ class open_exporter:
         )
         return exporter
 
+    def _join(self, name: str, port: DevicePort, region: ExporterRegion) -> Exporter:
+        """Put the parts of an exporter together; each that calls another is given what to call."""
+        core = ExporterCore(slots=self._slots, route=self._route)
+        connections = Connections(
+            core,
+            region,
+            access=self._access,
+            pump=lambda: exporter._told(),
+            gone=lambda peer, died: exporter._draining.gone(peer, died=died),
+            dying=lambda peer: exporter._fencing.distrust(peer),
+            open_release=lambda *event: exporter._fencing.open_release(*event),
+            observers=Observers(lambda: snapshot(exporter)),
+            debug=self._debug,
+            # With more out than one packet takes, answers share a sleep.
+            busy=Busy(
+                asyncio.get_running_loop(),
+                self._busy_poll,
+                lambda: len(core.records) <= BATCH_MESSAGES,
+            ),
+            consumer_count=(
+                self._route.consumer_count if isinstance(self._route, Broadcast) else 0
+            ),
+        )
+        exporter = Exporter(
+            name,
+            port,
+            region,
+            core,
+            connections,
+            debug=self._debug,
+            explain_after=self._explain_after,
+        )
+        if self._timeline is not None:
+            follow(exporter, self._timeline)
+        if self._debug:
+            stay(exporter)
+        exporter._elastic = Elastic(
+            core,
+            region,
+            connections,
+            pool_bytes=self._pool_bytes,
+            max_pool_bytes=self._max_pool_bytes,
+            shrink_after=self._shrink_after,
+            room_made=exporter._room.wake,
+            no_room=exporter._room.refuse,
+        )
+        return exporter
+
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         exporter, listener = self._exporter, self._listener
         assert exporter is not None
@@ -224,71 +212,28 @@ class open_exporter:
             return
         try:
             if error is None:
-                await self._drain(exporter)
+                await drain(exporter, self._close_timeout)
         finally:
             listener.stop()
-            await self._close(exporter, graceful=error is None)
+            await close(exporter, listener, self._timeline, graceful=error is None)
 
-    async def _drain(self, exporter: Exporter) -> None:
-        """Take no new owners; wait for what is out, up to the limit, then say what is left."""
-        exporter._closing = True
-        exporter._room.close()
-        exporter._core.say_goodbye()
-        exporter._pump()
-        try:
-            limit = self._close_timeout
-            async with asyncio.timeout(None if limit == math.inf else limit):
-                await exporter._until_idle()
-        except TimeoutError:
-            left = [owner for owner in exporter.statistics().owners if owner.state != "filling"]
-            if not left:
-                return  # the last of them came back while the time ran out
-            exporter._core.give_up_waiting()
-            exporter._pump()
-            whom = sorted({str(m) for owner in left for m in owner.held_by + owner.waiting_for})
-            warnings.warn(
-                f"exporter {exporter.name!r} closed after {self._close_timeout} s with "
-                f"{len(left)} owners still out, held by or waiting for consumers "
-                f"{', '.join(whom)}; the oldest is {max(o.age for o in left):.1f} s old",
-                OwnersOutstandingWarning,
-                stacklevel=3,
-            )
 
-    async def _close(self, exporter: Exporter, *, graceful: bool) -> None:
-        """Undo everything, whatever happens to the caller, or to the work, meanwhile."""
-        exporter._closing = True
-        exporter._room.close()
-        work = asyncio.ensure_future(self._undo(exporter, graceful=graceful))
-        cancelled: asyncio.CancelledError | None = None
-        while not work.done() or work.cancelled():
-            if work.cancelled():  # by who cancels every task of the loop, as asyncio.run does
-                work = asyncio.ensure_future(self._undo(exporter, graceful=False))
-            try:
-                await asyncio.wait((work,))  # which leaves the work alone when cancelled
-            except asyncio.CancelledError as error:
-                cancelled = error
-                exporter._connections.abort()
-        work.result()
-        if cancelled is not None:
-            raise cancelled
-
-    async def _undo(self, exporter: Exporter, *, graceful: bool) -> None:
-        # Each step may be begun again: what was done does nothing.
-        assert self._listener is not None
-        await in_thread(self._listener.close)
-        await exporter._elastic.close()
-        if graceful:
-            await exporter._connections.finish()
-        exporter._connections.abort()
-        exporter._hang_up()
-        await exporter._copier.close()
-        await exporter._draining.close()
-        exporter._ended = True
-        try:
-            await in_thread(exporter._region.close)
-        finally:
-            if self._timeline is not None:
-                await in_thread(write, self._timeline)
+def _check_pool(pool_bytes: int, max_pool_bytes: int, slots: object, route: object) -> None:
+    if max_pool_bytes < pool_bytes:
+        raise ArgumentError(
+            f"max_pool_bytes={max_pool_bytes:,} is less than pool_bytes={pool_bytes:,}; leave it "
+            f"out for a pool of one size"
+        )
+    if not is_int(slots) or not 1 <= slots <= MAX_SLOTS:
+        raise ArgumentError(
+            f"slots={slots!r} must be an int from 1 to {MAX_SLOTS:,}: each is an event that "
+            f"every consumer opens, and a process may hold 4,096 of them"
+        )
+    if not isinstance(route, Broadcast | Compete):
+        raise ArgumentError(
+            f"route={route!r} is unknown; give asyncvmm.Broadcast(consumer_count) or "
+            f"asyncvmm.Compete()"
+        )
 
 
 def _seconds(value: object, what: str) -> float:

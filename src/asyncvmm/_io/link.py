@@ -136,8 +136,7 @@ class Link:
         if self._finished is None:
             self._finished = self._loop.create_future()
             self._accepting = False
-            if not self._blocked:
-                self._pump()
+            self.flush()
         try:
             # wait() leaves the future alone when it is cancelled or too late.
             await asyncio.wait((self._finished,), timeout=timeout)
@@ -210,8 +209,7 @@ class Link:
     def _on_eof(self) -> None:
         self._eof = True  # it may still listen: it gets what is queued
         self._loop.remove_reader(self._fd)
-        if not self._blocked:
-            self._pump()
+        self.flush()
 
     def _drain(self) -> None:  # after a loss, one packet a turn, until nothing is left
         if not self._closed:

@@ -72,10 +72,7 @@ def demo(
                 trace=part,
             )
         )
-        if as_json:
-            typer.echo(report.as_json(done))
-        else:
-            report.show(done)
+        report.tell(done, as_json=as_json)
         raise typer.Exit(0 if done.passed else ends.FAILED)
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -100,13 +101,15 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return sorted(values)[math.ceil(len(values) * percent / 100) - 1]
 
 
-def as_json(report: Report) -> str:
-    """Return the report as one line of JSON."""
-    return msgspec.json.encode(report).decode()
+def tell(report: Report, *, as_json: bool) -> None:
+    """Print the report on standard output: one line of JSON, or a table."""
+    if as_json:
+        typer.echo(msgspec.json.encode(report).decode())
+    else:
+        _show(report)
 
 
-def show(report: Report) -> None:
-    """Print the report as a table on standard output."""
+def _show(report: Report) -> None:
     table = Table(title="asyncvmm demo", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
