@@ -122,6 +122,19 @@ async def test_connecting(failing: Failing) -> None:
     assert len(failing.names) >= 20, failing.names
 
 
+async def test_connecting_to_a_pool_that_has_grown(failing: Failing) -> None:
+    """Whichever segment it is whose call fails, the consumer is told which call that was."""
+    while failing.again():
+        async with exporting(max_pool_bytes="4MiB") as exporter:
+            exporter._elastic._add(exporter._region.grow(2 << 20))
+            async with AsyncExitStack() as stack, failing.armed():
+                await stack.enter_async_context(connecting())
+            assert not isinstance(failing.error, asyncvmm.PeerLostError), failing.names[-1]
+            async with connecting() as consumer:
+                await hand_over(exporter, consumer)
+    assert len(failing.names) >= 30, failing.names
+
+
 @pytest.mark.parametrize("used", [False, True])
 async def test_sending(failing: Failing, used: bool) -> None:
     while failing.again():
