@@ -18,6 +18,7 @@ from asyncvmm._errors import ClosedError as ClosedError
 from asyncvmm._errors import CopyError as CopyError
 from asyncvmm._errors import DeliveryError as DeliveryError
 from asyncvmm._errors import DescriptorLimitError as DescriptorLimitError
+from asyncvmm._errors import DeviceLostError as DeviceLostError
 from asyncvmm._errors import EndOfStream as EndOfStream
 from asyncvmm._errors import ExporterLimitError as ExporterLimitError
 from asyncvmm._errors import ExporterNotFoundError as ExporterNotFoundError
@@ -87,6 +88,7 @@ __all__ = [
     "CopyError",
     "DeliveryError",
     "DescriptorLimitError",
+    "DeviceLostError",
     "EndOfStream",
     "Explanation",
     "Exporter",

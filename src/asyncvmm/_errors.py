@@ -35,6 +35,7 @@
       ForkError                            used in a process it was not made in   .made_in .used_in
       CopyError            (TypeError)     one of a kind was to be copied or pickled        .kind
       BackendError                         memory or driver failed                .call .code
+        DeviceLostError                    a fault ended this process's use of the GPU
         PoolMemoryError                    it is not there       .asked .available .where
 
 Match on types and attributes, never on text.  The anyio bases are there so that code written
@@ -273,6 +274,10 @@ class BackendError(AsyncVMMError):
         super().__init__(message)
         self.call = call
         self.code = code
+
+
+class DeviceLostError(BackendError):
+    """A fault, under MPS of any process on the GPU, ended this one's use of it: start anew."""
 
 
 class PoolMemoryError(BackendError):

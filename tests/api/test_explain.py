@@ -353,7 +353,7 @@ async def test_waiters_are_explained_by_one_timer(monkeypatch: pytest.MonkeyPatc
     assert late == 0
     assert len(made) == 2
     assert 3500 < made[1] <= 3600
-    room.close()
+    room.close(asyncvmm.ClosedError("closed"))
     assert all(
         isinstance(e, asyncvmm.ClosedError)
         for e in await asyncio.gather(*tasks, return_exceptions=True)

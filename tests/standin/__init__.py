@@ -121,6 +121,10 @@ class Standin:
         """Fail the k-th call from now with this code, once; 0 for none."""
         self._library.standin_fail(k, code)
 
+    def break_device(self, code: int) -> None:
+        """Have every call fail with this code from now on, as after a fault; 0 for no more."""
+        self._library.standin_break(code)
+
     def failed(self) -> str:
         """Return the name of the call that was failed, as the bindings call it; maybe empty."""
         name: bytes = self._library.standin_failed()
@@ -190,6 +194,7 @@ class Standin:
     def reset(self) -> None:
         """Take back everything that was asked for above."""
         self.fail(0, 0)
+        self.break_device(0)
         self.hold(False)
         self.hold_queries(0)
         self.slow_queries(0)

@@ -97,7 +97,7 @@ static __thread int stack[64], depth, relaxed;
 static struct { const char *name; uint64_t calls; } counter[128];
 static uint64_t calls, fail_at;
 static const char *failed = "";
-static int fail_code, hold, capturing, broken_captures, strict_streams, forked_calls;
+static int fail_code, broken, hold, capturing, broken_captures, strict_streams, forked_calls;
 static int64_t hold_queries;
 static int slow_queries, pulled;
 static char journal[1 << 16];
@@ -125,6 +125,12 @@ static CUresult enter(const char *name, int unsafe) {
     if (journal_length + strlen(name) + 2 < sizeof journal)
         journal_length += (size_t)sprintf(journal + journal_length, "%s\n", name);
     if (unsafe && capturing && !relaxed) { broken_captures++; return CAPTURE_UNSUPPORTED; }
+    /* A context that a fault has ended can be named and left, and nothing else. */
+    if (broken && strncmp(name, "cuCtxGet", 8) && strncmp(name, "cuCtxP", 6) &&
+        strncmp(name, "cuThread", 8) && strncmp(name, "cuDevice", 8)) {
+        failed = name;
+        return broken;
+    }
     if (calls != fail_at) return OK;
     failed = name;
     return fail_code;
@@ -703,6 +709,8 @@ void standin_fail(uint64_t k, int code) {
     fail_code = code;
     failed = "";
 }
+/* From now on every call fails with this code, as after a fault on the device; 0 for no more. */
+void standin_break(int code) { broken = code; }
 /* Return the name of the call that was failed; empty if none was yet. */
 const char *standin_failed(void) { return failed; }
 uint64_t standin_calls(const char *name) {

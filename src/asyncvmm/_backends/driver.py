@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from asyncvmm._backends.faults import failure
 from asyncvmm._errors import BackendError
 
 EVENT_HANDLE_BYTES = 64
@@ -25,20 +26,6 @@ EVENT_HANDLE_BYTES = 64
 SUCCESS = "CUDA_SUCCESS"
 NOT_READY = "CUDA_ERROR_NOT_READY"
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
-
-_HINTS = {
-    "CUDA_ERROR_NO_DEVICE": "no GPU is visible to this process; check CUDA_VISIBLE_DEVICES",
-    "CUDA_ERROR_INVALID_DEVICE": "there is no GPU of that number; check CUDA_VISIBLE_DEVICES",
-    "CUDA_ERROR_NOT_INITIALIZED": (
-        "CUDA does not work in a child that was forked after CUDA was started; "
-        "start processes with spawn"
-    ),
-    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "the driver library and the kernel module differ",
-    "CUDA_ERROR_ILLEGAL_ADDRESS": (
-        "an earlier kernel of this process touched memory it may not, such as a write through a "
-        "read-only view; the process must be restarted"
-    ),
-}
 
 _loaded: Any = None
 
@@ -84,16 +71,6 @@ def _check(name: str, result: Any) -> Any:
     if result[0] != 0:
         raise failure(name, result[0])
     return result[1] if len(result) > 1 else None
-
-
-def failure(name: str, code: Any) -> BackendError:
-    """Return the error that says what the call ``name`` answered."""
-    hint = _HINTS.get(code.name)
-    return BackendError(
-        f"{name} answered {code.name} ({int(code)})" + (f": {hint}" if hint else ""),
-        call=name,
-        code=code.name,
-    )
 
 
 def call(name: str, *args: object) -> Any:

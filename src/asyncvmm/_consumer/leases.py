@@ -23,7 +23,7 @@ from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._core.layout import feature_bytes, offsets
 from asyncvmm._core.ledger import PeerState
 from asyncvmm._core.wire import OwnerFrame
-from asyncvmm._errors import BackendError, ReleasedError
+from asyncvmm._errors import BackendError, DeviceLostError, ReleasedError
 from asyncvmm._io.turn import MOST
 from asyncvmm._logs import Once, kind_of
 from asyncvmm._tensors import DevicePort
@@ -242,6 +242,10 @@ class Leases:
     def _put_off(self, leases: Sequence[Lease], error: BackendError) -> None:
         """Try again soon: without its event a release frees bytes that may be read (inv. 4)."""
         key = leases[0].frame.key
+        if isinstance(error, DeviceLostError):
+            # Nobody can record it any more, so the exporter has it back when this process ends.
+            self._once.warning("lost", "owner %r stays held: %s", key, error)
+            return
         self._once.warning(kind_of(error), "owner %r is released later: %s", key, error)
         self._queue.extend(leases)
         if not self._due:

@@ -7,7 +7,7 @@ import math
 import warnings
 from functools import partial
 
-from asyncvmm._errors import OwnersOutstandingWarning
+from asyncvmm._errors import DeviceLostError, OwnersOutstandingWarning
 from asyncvmm._exporter.exporter import Exporter
 from asyncvmm._io.chrome import write
 from asyncvmm._io.listener import Listener
@@ -17,8 +17,7 @@ from asyncvmm._io.timeline import Timeline
 
 async def drain(exporter: Exporter, limit: float) -> None:
     """Take no new owners; wait for what is out, up to the limit, then say what is left."""
-    exporter._closing = True
-    exporter._room.close()
+    exporter._begin_closing()
     exporter._core.say_goodbye()
     exporter._pump()
     try:
@@ -44,8 +43,7 @@ async def close(
     exporter: Exporter, listener: Listener, timeline: Timeline | None, *, graceful: bool
 ) -> None:
     """Undo everything, whatever happens to the caller, or to the work, meanwhile."""
-    exporter._closing = True
-    exporter._room.close()
+    exporter._begin_closing()
     undo = partial(_undo, exporter, listener, timeline)
     work = asyncio.ensure_future(undo(graceful=graceful))
     cancelled: asyncio.CancelledError | None = None
@@ -77,6 +75,9 @@ async def _undo(
     exporter._ended = True
     try:
         await in_thread(exporter._region.close)
+    except DeviceLostError:
+        if not isinstance(exporter._over, DeviceLostError):
+            raise  # else that was told, and what is not given back went with the context
     finally:
         if timeline is not None:
             await in_thread(write, timeline)

@@ -20,7 +20,7 @@ from typing import TypeAlias, cast
 from asyncvmm._backends.base import ExporterRegion, Fence
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.ledger import Record
-from asyncvmm._errors import BackendError
+from asyncvmm._errors import BackendError, DeviceLostError
 from asyncvmm._exporter.fencing import READY, Fencing, Lane, ready_slot
 from asyncvmm._exporter.late import AGAIN_SECONDS
 from asyncvmm._io.fences import FenceWatcher
@@ -40,7 +40,8 @@ class Draining:
     """Waits for fences without blocking the loop, and says when a record is free.
 
     ``freed`` is told of each record once, of many at a time, unless a fence can no longer be asked;
-    ``left`` of each peer that came no more, once nothing that it read is waited for.
+    ``left`` of each peer that came no more, once nothing that it read is waited for; ``lost`` of
+    an error after which no fence of this process can be asked.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Draining:
         core: ExporterCore,
         freed: Callable[[Sequence[Record]], None],
         left: Callable[[int], None],
+        lost: Callable[[DeviceLostError], None],
     ) -> None:
         self.copying: dict[int, asyncio.Future[None]] = {}  # slot -> copy in a worker thread
         self._region = region
@@ -58,6 +60,7 @@ class Draining:
         self._freed = freed
         self._core = core
         self._left = left
+        self._lost = lost
         loop = asyncio.get_running_loop()
         self._soon = SoonFences(loop, fencing.ask, self._on_soon, self._later)
         self._watcher: FenceWatcher | None = None
@@ -205,14 +208,19 @@ class Draining:
         if error is not None and self._ask_again(record, lane, fence, error):
             return
         if error is not None:
-            logger.error("the fence of %r cannot be asked any more: %s", record, error)
             self._broken.add(record)
+            if isinstance(error, DeviceLostError):
+                self._lost(error)
+            else:
+                logger.error("the fence of %r cannot be asked any more: %s", record, error)
         waits.discard(lane)
         if not waits:
             self._finish(record)
 
     def _ask_again(self, record: Record, lane: Lane, fence: Fence, error: Exception) -> bool:
-        """Have a fence that raised asked again; say whether that was not too often."""
+        """Have a fence that raised asked again; say whether that may help."""
+        if isinstance(error, DeviceLostError):
+            return False
         count = self._refused.pop((record, lane), 0) + 1
         if count >= TRIES:
             return False

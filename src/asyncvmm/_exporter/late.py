@@ -12,7 +12,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from asyncvmm._backends.base import Fence
-from asyncvmm._errors import BackendError
+from asyncvmm._errors import BackendError, DeviceLostError
 
 logger = logging.getLogger("asyncvmm.exporter")
 
@@ -48,6 +48,8 @@ class LateFence:
                 self._next = now + AGAIN_SECONDS
                 try:
                     fence = self._fence = self._make()
+                except DeviceLostError:
+                    raise
                 except BackendError as error:
                     logger.debug("still refused: %s", error)
                     return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
+import sys
 from collections.abc import Sequence
 from functools import partial
 from time import monotonic
@@ -15,20 +15,21 @@ from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.ledger import Record
 from asyncvmm._core.routing import To
-from asyncvmm._errors import BackendError, ClosedError, ForkError, OwnerTooLargeError, WouldBlock
+from asyncvmm._errors import BackendError, DeviceLostError, OwnerTooLargeError, WouldBlock
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
 from asyncvmm._exporter.connections import Connections
 from asyncvmm._exporter.copier import Copier
 from asyncvmm._exporter.draining import Draining
 from asyncvmm._exporter.elastic import Elastic
+from asyncvmm._exporter.ending import Ending
 from asyncvmm._exporter.explaining import Telling, explain
 from asyncvmm._exporter.fencing import Fencing, ready_slot
 from asyncvmm._exporter.reporting import Counters
 from asyncvmm._exporter.room import Room
 from asyncvmm._exporter.terms import PLAIN, Terms, make_terms
-from asyncvmm._fds import Single, close_after_fork
+from asyncvmm._fds import close_after_fork
 from asyncvmm._io.turn import Turn
-from asyncvmm._io.waiting import wake, woken
+from asyncvmm._io.waiting import wake
 from asyncvmm._logs import Once, kind_of
 from asyncvmm._tensors import DevicePort
 from asyncvmm._types import Key
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Layout, Plan, Tensor
 
 
-class Lending(Single):
+class Lending(Ending):
     """Joins the core with the pool, the sockets and torch; see :class:`asyncvmm.Exporter`."""
 
     def __init__(
@@ -51,6 +52,7 @@ class Lending(Single):
         debug: bool,
         explain_after: float,
     ) -> None:
+        super().__init__()
         self.name = name
         self._port = port
         self._region = region
@@ -63,15 +65,12 @@ class Lending(Single):
         self._room = Room(core.fit, lambda sizes: self._elastic.want(sizes), late, explain_after)
         self._queue = self._room.queue  # of those who wait; empty most of the time
         self._fencing = Fencing(region)
-        self._draining = Draining(region, self._fencing, core, self._freed, connections.left)
+        self._draining = Draining(
+            region, self._fencing, core, self._freed, connections.left, self._lose_device
+        )
         self._copier = Copier(port, self._draining)
         self._keys = itertools.count()  # of owners to whom none was given
         self._turn = Turn()
-        self._made_in = os.getpid()
-        self._forked = self._closing = False
-        self._hung_up = False  # nobody can let go of anything any more
-        self._ended = False  # the memory was given back
-        self._idle: list[asyncio.Future[None]] = []
         self._plan_tensors, self._plan_specs = port.plan_tensors, port.plan_specs
         self._copies_slowly, self._copy_in = port.copies_slowly, port.copy_in
         self._current_stream = port.current_stream
@@ -81,17 +80,11 @@ class Lending(Single):
 
     # -- what sending and reservations use ---------------------------------------------------
 
-    def _guard(self) -> None:
-        if self._forked:
-            raise ForkError("exporter", self._made_in, os.getpid())
-        if self._closing:
-            raise ClosedError(f"the exporter {self.name!r} is closed")
-
     def _terms(
         self, plan: Plan, key: Key | None, metadata: object, to: To, require: Require
     ) -> Terms:
         """Check everything that can be checked before a slot is taken."""
-        if self._forked or self._closing:
+        if self._forked or self._shut:
             self._guard()
         limit = self._elastic.max_pool_bytes
         if plan.nbytes > limit:
@@ -178,7 +171,7 @@ class Lending(Single):
     def _publish(
         self, record: Record, layout: Layout, terms: Terms, stream: int
     ) -> Acknowledgement:
-        if self._forked or self._closing:
+        if self._forked or self._shut:
             self._guard()
         key = next(self._keys) if terms.key is None else terms.key
         ready = self._fencing.record(record.slot, stream) if self._fenced else b""
@@ -200,6 +193,8 @@ class Lending(Single):
             self._draining.after_copy(record.slot, partial(self._record_end, record, stream))
         self._core.abandon(record)
         self._pump()
+        if isinstance(error := sys.exception(), DeviceLostError):
+            self._lose_device(error)  # every loan that failed comes by here
 
     def _record_end(self, record: Record, stream: int) -> None:
         if not self._ended:
@@ -272,24 +267,3 @@ class Lending(Single):
             self._region.poison(record.start, record.nbytes)
         except BackendError as error:
             self._once.warning(kind_of(error), "slot %d is not poisoned: %s", record.slot, error)
-
-    async def _until_idle(self) -> None:
-        while any(record.published for record in self._core.records.values()):
-            if self._hung_up:
-                raise ClosedError(f"the exporter {self.name!r} was closed before everybody let go")
-            await woken(self._idle)
-
-    # -- the end -----------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Mark a forked child's copy as unusable; not for users: leave the ``async with``."""
-        self._forked = True
-
-    def _hang_up(self) -> None:
-        """Tell everybody who waits for consumers that nothing comes from them any more."""
-        self._hung_up = True
-        error = ClosedError(f"the exporter {self.name!r} was closed before everybody let go")
-        for record in self._core.records.values():
-            if isinstance(record.acknowledgement, Acknowledgement):
-                record.acknowledgement._settle(None, error)
-        wake(self._idle)

@@ -12,10 +12,11 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from time import monotonic
 from typing import TypeAlias
 
-from asyncvmm._errors import AsyncVMMError, ClosedError
+from asyncvmm._errors import AsyncVMMError
 from asyncvmm._exporter.latencies import Histogram
 
 Sizes: TypeAlias = Sequence[int]
@@ -59,7 +60,7 @@ class Room:
         self._patience = patience
         self._timer: asyncio.TimerHandle | None = None  # only while somebody waits, or just did
         self.queue: deque[Waiter] = deque()
-        self._closed = False
+        self._closed: AsyncVMMError | None = None  # what everybody is told
         self.waits = 0
         self.longest_wait = 0.0
         self.latencies = Histogram()
@@ -80,7 +81,7 @@ class Room:
     async def turn(self, *sizes: int) -> None:
         """Wait until it is the caller's turn and all of these fit; take them before any await.
 
-        Raises ClosedError if the exporter closes meanwhile, and what :meth:`refuse` was given.
+        Raises what :meth:`close` or :meth:`refuse` was given.
         Cancellation loses nothing.
         """
         waiter = Waiter(sizes)
@@ -88,7 +89,7 @@ class Room:
         queue.append(waiter)
         waited = False
         try:
-            while not self._closed and (queue[0] is not waiter or not self._fits(sizes)):
+            while self._closed is None and (queue[0] is not waiter or not self._fits(sizes)):
                 if waiter.error is not None:
                     raise waiter.error
                 waited = True
@@ -102,8 +103,8 @@ class Room:
             self._forget(waiter, waited)
             raise
         self._forget(waiter, waited)
-        if self._closed:
-            raise ClosedError("the exporter was closed while a send waited for room")
+        if self._closed is not None:
+            raise copy(self._closed)
 
     def _forget(self, waiter: Waiter, waited: bool) -> None:
         self.queue.remove(waiter)
@@ -130,7 +131,7 @@ class Room:
     def _look(self) -> None:
         """Tell of a head that waits too long, and look again while anybody waits."""
         self._timer = None
-        if not self.queue or self._closed:
+        if not self.queue or self._closed is not None:
             return
         left = self.queue[0].since + self._patience - monotonic()
         if left <= 0:
@@ -146,9 +147,9 @@ class Room:
             if head.future is not None and not head.future.done():
                 head.future.set_result(None)
 
-    def close(self) -> None:
-        """Send everybody away with ClosedError."""
-        self._closed = True
+    def close(self, error: AsyncVMMError) -> None:
+        """Send everybody away with ``error``; what came first stays the reason."""
+        self._closed = self._closed or error
         if self._timer is not None:
             self._timer.cancel()
         for waiter in self.queue:

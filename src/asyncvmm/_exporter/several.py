@@ -167,7 +167,7 @@ class Several(Lending):
     def _publish_all(
         self, loans: Sequence[Record], parcels: Parcels, stream: int
     ) -> list[Acknowledgement]:
-        if self._forked or self._closing:
+        if self._forked or self._shut:
             self._guard()
         ready = self._fencing.record(loans[0].slot, stream) if self._fenced else b""
         acks, described = [], []
