@@ -53,6 +53,7 @@ def run_code(code: str, *args: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", code, *args],
         env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -5,6 +5,7 @@ The exporters are processes of their own, since nothing else works in such a pro
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -40,7 +41,8 @@ async def main():
     e = await exits.__aenter__()
     found = {}
     if sys.argv[2] == "here":
-        first, second = [await e.send({"x": source}) for _ in range(2)]
+        first, second = [await e.send({"x": source}, to=rank) for rank in range(2)]
+        await asyncio.to_thread(sys.stdin.readline)  # until a consumer has the first
         try:
             source[torch.full((1,), 1 << 40, device="cuda:0")]  # an assertion of the device fails
             torch.cuda.synchronize()
@@ -62,11 +64,21 @@ asyncio.run(main())
 
 
 def test_a_fault_of_its_own() -> None:
-    """Planted bug: an acknowledgement waits for a consumer that need not come, for ever."""
-    process = ends.run_code(EXPORTER, f"gpu-{uuid.uuid4().hex}", "here")
-    assert ends.result(process) == dict.fromkeys(
-        ("send", "first", "second", "later", "drain", "leave"), True
-    )
+    """What a consumer holds stays as it was.
+
+    Planted bug: an acknowledgement waits for a consumer that need not let go, for ever.
+    """
+    name = f"gpu-{uuid.uuid4().hex}"
+    exporter = ends.run_code(EXPORTER, name, "here")
+    consumer = ends.start("keeper", name, "cuda:0", 0)
+    assert exporter.stdin is not None
+    assert consumer.stdout is not None
+    assert json.loads(consumer.stdout.readline()) == {"holding": 1}
+    exporter.stdin.write("go\n")
+    exporter.stdin.flush()
+    told = ends.result(exporter)
+    assert told == dict.fromkeys(("send", "first", "second", "later", "drain", "leave"), True)
+    assert ends.result(consumer)["same"] == 1
 
 
 @contextmanager
