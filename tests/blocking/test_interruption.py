@@ -31,9 +31,14 @@ AGAIN = 5.0
 
 
 @contextmanager
-def interrupted(when: Callable[[], bool]) -> Iterator[None]:
+def interrupted(
+    when: Callable[[], bool], error: type[BaseException] = KeyboardInterrupt
+) -> Iterator[None]:
     """Expect the block to be interrupted by a signal that is sent when something is so."""
     over = threading.Event()
+
+    def handler(*_: object) -> None:
+        raise error
 
     def interrupt() -> None:
         until(when)
@@ -44,10 +49,10 @@ def interrupted(when: Callable[[], bool]) -> Iterator[None]:
 
     other = threading.Thread(target=interrupt)
     # A shell that starts this in the background has it ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, handler)
     other.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(error):
             yield
     finally:
         over.set()
@@ -58,19 +63,22 @@ def interrupted(when: Callable[[], bool]) -> Iterator[None]:
 class Interruption:
     """Raises KeyboardInterrupt at the n-th place where a signal's handler could.
 
-    Those are in the facade's own code, after a call has returned from C, at the beginning of a
-    function, and where a loop goes back: the interpreter looks for signals nowhere else.
+    Those are in the facade's own code and in the files ``also`` given, after a call has
+    returned from C, at the beginning of a function, and where a loop goes back: the interpreter
+    looks for signals nowhere else.
     """
 
-    def __init__(self, place: int) -> None:
+    def __init__(self, place: int, also: tuple[str, ...] = ()) -> None:
         self._place = place
+        self._also = also
         self.places: list[str] = []
         self.fired = False
         self._names: dict[Any, dict[int, str]] = {}
         self._last: tuple[FrameType | None, str] = (None, "")
 
     def _on_event(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if os.path.dirname(frame.f_code.co_filename) != FACADE:
+        file = frame.f_code.co_filename
+        if os.path.dirname(file) != FACADE and file not in self._also:
             return None
         frame.f_trace_opcodes = True
         if event != "opcode":
@@ -110,7 +118,8 @@ def test_an_interruption_at_any_place_loses_no_batch(name: str, how: str) -> Non
     """Interrupted at each place in turn: the next call returns that very batch, once.
 
     Kills the planted bug of a batch that is taken out of the queue by a call whose value is
-    dropped, and of one that was taken from the consumer for a caller who has left.
+    dropped, of one that was taken from the consumer for a caller who has left, and of a loop that
+    stands still behind what an interrupted thread has locked.
     """
     with open_both(name) as (exporter, (consumer,)):
         for _ in range(2):
@@ -127,7 +136,7 @@ def test_an_interruption_at_any_place_loses_no_batch(name: str, how: str) -> Non
             consumer._wanted = ahead
             send(exporter, place)
             until(arrived)
-            interruption = Interruption(place)
+            interruption = Interruption(place, (threading.__file__,))
             call = consumer.poll if how != "receive" else lambda: consumer.receive(SECONDS)
             batch = interruption.during(call)
             interrupted = interruption.fired
@@ -141,15 +150,17 @@ def test_an_interruption_at_any_place_loses_no_batch(name: str, how: str) -> Non
         assert exporter.statistics().refused == 0
 
 
-def test_an_interrupted_send_publishes_nothing_later(name: str) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ZeroDivisionError])
+def test_an_interrupted_send_publishes_nothing_later(name: str, error: type[BaseException]) -> None:
     """It waited for room; when there is some, nobody takes it.
 
-    Kills the planted bug of work that goes on when its caller has left.
+    Kills the planted bug of work that goes on when its caller has left, whatever the handler of
+    the signal raised.
     """
 
     with open_both(name, slots=1) as (exporter, (consumer,)):
         send(exporter, 1)
-        with interrupted(lambda: exporter.statistics().waiting == 1):
+        with interrupted(lambda: exporter.statistics().waiting == 1, error):
             send(exporter, 2)
         assert exporter.statistics().waiting == 0
         assert number_of(consumer.receive(SECONDS)) == 1

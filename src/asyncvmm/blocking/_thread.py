@@ -95,7 +95,8 @@ class LoopThread:
         """Have ``work()`` awaited on the loop and return its value, or raise its error.
 
         After ``timeout`` seconds it is cancelled and TimeoutError raised; likewise if the waiting
-        thread is interrupted.  In both cases it has ended when this returns.
+        thread is interrupted, by whatever a signal's handler raises.  In both cases it has ended
+        when this returns.
         """
         _refuse_on_loop()
         limit = seconds(timeout)
@@ -104,14 +105,14 @@ class LoopThread:
         try:
             self._keep_for(call)
             self._loop.call_soon_threadsafe(call.begin)
-            if not call.over.wait(limit):
+            if not call.over.wait(-1 if limit is None else limit):
                 late = f"waited {timeout} s for {waits_for}"
                 self._end(call)
             return call.outcome(late=late)
         except ClosedError:
             self.leave_quietly()
             raise
-        except KeyboardInterrupt:
+        except BaseException:
             self._end(call)
             raise
         finally:
@@ -119,7 +120,7 @@ class LoopThread:
             let_go(call)
 
     def _end(self, call: Call[Any]) -> None:
-        if call in self.users:
+        if call in self.users and not call.over.said:
             self._loop.call_soon_threadsafe(call.cancel)
             call.over.wait()
 
