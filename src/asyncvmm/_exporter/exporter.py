@@ -48,7 +48,8 @@ class Exporter(Exporting):
         acknowledgement asks of the consumers: "all" of them, "any", or "none".
 
         Raises InvalidTensorError (it names the feature), OwnerTooLargeError, ArgumentError and
-        RankError before anything is taken; ClosedError if the exporter closes while it waits.
+        RankError before anything is taken; ClosedError if the exporter closes while it waits, and
+        DeviceLostError once a fault has ended this process's use of the GPU.
         Cancelled, it publishes nothing, and the chunk returns once no copy touches it any more.
         """
         number = self._current_stream() if stream is None else self._stream(stream)
