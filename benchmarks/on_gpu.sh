@@ -3,6 +3,7 @@
 # Usage: benchmarks/on_gpu.sh FOLDER [PYTHON]; what was seen is written into FOLDER.
 # With two GPUs the consumer is on the same one first and on the other one then.
 # PARTS (of demo, bench, trace, tests) and CONSUMERS (GPU numbers) choose what is run;
+# MPS=1 runs it all under an MPS server of its own, which ends with it.
 # TRANSPORTS, WORKLOADS, ROUNDS, SECONDS_EACH and BENCH_LIMIT (seconds) narrow the benchmarks.
 set -u
 out=$1
@@ -14,6 +15,13 @@ parts=" ${PARTS:-demo bench trace tests} "
 status=0
 wanted() { [[ $parts == *" $1 "* ]]; }
 note() { echo "== $*"; }
+
+if [ "${MPS:-0}" = 1 ]; then
+  CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$(mktemp -d)
+  export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+  nvidia-cuda-mps-control -d || exit
+  trap 'echo quit -t 10 | nvidia-cuda-mps-control' EXIT
+fi
 
 note machine | tee "$out/machine.txt"
 nvidia-smi --query-gpu=name,driver_version,uuid --format=csv,noheader | tee -a "$out/machine.txt"
