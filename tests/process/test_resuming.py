@@ -136,6 +136,60 @@ async def test_what_was_lost_on_the_way_is_said_again(folder: Path, lost: str) -
             assert exporter.statistics().slots.free == 6
 
 
+@pytest.mark.parametrize("ranks", [1, 0])
+@pytest.mark.parametrize("read", [False, True])
+async def test_who_leaves_as_its_link_breaks_owes_nothing(
+    folder: Path, ranks: int, read: bool
+) -> None:
+    """It has nothing in hand, but what it said last, or has not read, may be lost with the link.
+
+    Kills: owners that stay quarantined for as long as the process lives, since nobody in it
+    speaks for them any more.
+    """
+    async with open_exporter(ranks) as exporter:
+        options: dict[str, Any] = {"rank": 0 if ranks else None, "device": "cpu"}
+        async with asyncvmm.connect("pool", **options) as consumer:
+            await exporter.wait_attached(1)
+            acks = [await send(exporter, owner) for owner in range(2)]
+            if read:
+                (await consumer.receive()).release()
+            drop(exporter)
+        await until(lambda: quarantined(exporter) == 0)
+        if not ranks:
+            async with asyncvmm.connect("pool", **options) as other:
+                for ack in acks:
+                    if not ack.done():
+                        (await other.receive()).release()
+                        await ack
+        await until(lambda: exporter.statistics().slots.free == 6)
+        assert all(ack.done() for ack in acks)
+
+
+async def test_who_leaves_as_its_exporter_hangs_up_is_not_kept(folder: Path) -> None:
+    """Kills: pauses between looks for an exporter that is not there, while nothing is in hand."""
+    looks = 0
+    opening = open_exporter(1)
+    exporter = await opening.__aenter__()
+    consumer = await asyncvmm.connect("pool", rank=0, device="cpu").__aenter__()
+    await exporter.wait_attached(1)
+    resuming = consumer._resuming
+    assert resuming is not None
+    ask = resuming._ask
+
+    async def look() -> Any:
+        nonlocal looks
+        looks += 1
+        return await ask()
+
+    resuming._ask = look  # type: ignore[method-assign]  # counts
+    await send(exporter, 0)
+    consumer._link.pause()
+    await opening.__aexit__(LookupError, LookupError(), None)
+    consumer._link.start()
+    await consumer.aclose()
+    assert looks == 1
+
+
 async def test_a_release_that_was_lost_is_still_behind_its_event(folder: Path) -> None:
     """The device reads on while the link breaks; so it does where the release comes in between.
 

@@ -61,17 +61,14 @@ class Resuming:
     def may_be(self, error: Exception | None) -> bool:
         """Say whether to look for another link: once, and for an exporter that may live.
 
-        Not for one that hung up after its goodbye, one that broke the rules or one that rejects
-        us, and not by who is leaving with nothing in hand.
+        Not for one that hung up after its goodbye, one that broke the rules or one that rejects us.
         """
-        consumer, watch = self._consumer, self._consumer._watch
+        watch = self._consumer._watch
         if self._task is not None or watch is None:
             return False
         if isinstance(error, RemoteProtocolError | HandshakeError):
             return False
-        if (consumer._closed and not consumer._leases.live) or (
-            error is None and consumer._core.ended
-        ):
+        if error is None and self._consumer._core.ended:
             return False
         return not watch.dead()
 
@@ -110,6 +107,8 @@ class Resuming:
 
     async def _find(self) -> Handshake | None:
         pause = FIRST_PAUSE
+        # Who leaves with nothing in hand asks once: its last words may be lost, and mostly are not.
+        leaves = self._consumer._closed and not self._consumer._leases.live
         for _ in range(TRIES):
             try:
                 return await self._ask()
@@ -118,6 +117,8 @@ class Resuming:
             except AsyncVMMError as error:
                 logger.info("there is no way back to the exporter: %s", error)
                 return None
+            if leaves:
+                break
             await asyncio.sleep(pause)
             pause *= 2
         return None
