@@ -13,6 +13,7 @@ import torch
 
 import asyncvmm
 from asyncvmm._consumer.lease import Lease
+from asyncvmm._io.busy import Busy
 from asyncvmm._tensors.host import OFFLOAD_BYTES, HostPort
 from asyncvmm._tensors.plan import Plan
 from asyncvmm.testing import FakeDevice, FakePort, open_pair
@@ -150,9 +151,20 @@ async def test_large_copies_into_host_memory_are_made_by_one_thread_beside_the_l
         assert len({*copying, threading.get_ident()}) == 2
 
 
+class Turning(Busy):
+    """Counts those that the loop was to turn for."""
+
+    def __init__(self) -> None:
+        super().__init__(asyncio.get_running_loop(), 0)
+        self.begun = 0
+
+    def __enter__(self) -> None:
+        self.begun += 1
+
+
 async def test_in_debug_mode_another_thread_is_refused_and_loses_nothing() -> None:
-    """Kills: a way in that is not looked at; a refusal that takes a slot; a look that everybody
-    pays for."""
+    """Kills: a way in that is not looked at; a refusal that takes a slot, or comes after the loop
+    was told to turn; a look that everybody pays for."""
     async with open_pair(debug=True, slots=2) as pair:
         exporter, one = pair.exporter, {"x": torch.ones(3)}
         spec = {"x": asyncvmm.TensorSpec((3,), torch.float32)}
@@ -170,8 +182,13 @@ async def test_in_debug_mode_another_thread_is_refused_and_loses_nothing() -> No
         assert exporter.statistics().slots.free == 2
         sends = [asyncio.create_task(exporter.send(one)) for _ in range(3)]
         await until(lambda: exporter.statistics().waiting == 1)
-        with pytest.raises(asyncvmm.LocalProtocolError, match=other):
-            await asyncio.to_thread(calls[0])  # it would have had to wait
+        busy, turning = exporter._connections.busy, Turning()
+        exporter._connections.busy = turning
+        for call in (calls[0], calls[2], calls[3]):  # they would have had to wait
+            with pytest.raises(asyncvmm.LocalProtocolError, match=other):
+                await asyncio.to_thread(call)
+        assert turning.begun == 0
+        exporter._connections.busy = busy
         for send in sends:
             (await pair.consumer.receive()).release()
             await (await send)

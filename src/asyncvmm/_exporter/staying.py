@@ -11,19 +11,21 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from asyncvmm._errors import LocalProtocolError
-from asyncvmm._exporter.lending import Lending
+from asyncvmm._exporter.several import Several
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def stay(exporter: Lending) -> None:
+def stay(exporter: Several) -> None:
     """Refuse to take room and to publish in any thread but this one, from now on."""
-    core, room, name = exporter._core, exporter._room, exporter.name
-    # Whatever takes a slot comes through one of the first three before anything has changed.
+    core, name = exporter._core, exporter.name
+    # Whatever takes a slot, or waits for one, comes through one of the first four before anything
+    # has changed.
     core.reserve = _here(core.reserve, name)  # type: ignore[method-assign]  # see above
     core.reserve_all = _here(core.reserve_all, name)  # type: ignore[method-assign]  # see above
-    room.turn = _here(room.turn, name)  # type: ignore[method-assign]  # see above
+    exporter._acquire = _here(exporter._acquire, name)  # type: ignore[method-assign]  # see above
+    exporter._acquire_all = _here(exporter._acquire_all, name)  # type: ignore[method-assign]  # see above
     exporter._publish = _here(exporter._publish, name)  # type: ignore[method-assign]  # see above
 
 
