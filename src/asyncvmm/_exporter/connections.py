@@ -18,7 +18,7 @@ from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core import wire
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.ledger import PeerState
-from asyncvmm._errors import AsyncVMMError, ClosedError, PeerLostError, RemoteProtocolError
+from asyncvmm._errors import AsyncVMMError, DeviceLostError, PeerLostError, RemoteProtocolError
 from asyncvmm._exporter.access import Access
 from asyncvmm._exporter.connection import Connection
 from asyncvmm._exporter.handshake import Handshake
@@ -63,6 +63,7 @@ class Connections:
         gone: Callable[[int, bool], None],
         dying: Callable[[int], None],
         open_release: Callable[[int, int, bytes], None],
+        lost: Callable[[DeviceLostError], None],
         observers: Observers,
         debug: bool,
         consumer_count: int,
@@ -76,11 +77,11 @@ class Connections:
         self._gone = gone  # of a peer that comes no more: its id, and whether its process died
         self._dying = dying  # of a peer whose process died and whose last words are to be read
         self._open_release = open_release
+        self._lost = lost
         self._loop = asyncio.get_running_loop()
         self._greeting: dict[Connection, None] = {}  # oldest first
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed: list[asyncio.Future[None]] = []
-        self._closed = False
         self.handshake = Handshake(
             core,
             region,
@@ -238,6 +239,8 @@ class Connections:
         try:
             await work
         except AsyncVMMError as error:
+            if isinstance(error, DeviceLostError):
+                self._lost(error)
             if not conn.link.closed:
                 await self.handshake.explain(conn, error, HANG_UP_SECONDS)
                 return self._give_up_on(conn, error)
@@ -266,11 +269,10 @@ class Connections:
         """Return how many consumers are open now."""
         return sum(conn.opened for conn in self.open.values())
 
-    async def wait_attached(self, count: int) -> None:
-        """Wait until at least ``count`` consumers are open at once."""
+    async def wait_attached(self, count: int, guard: Callable[[], None]) -> None:
+        """Wait until ``count`` consumers are open at once; ``guard`` raises if none can come."""
         while self.attached() < count:
-            if self._closed:
-                raise ClosedError(f"the exporter was closed while {count} consumers were awaited")
+            guard()
             await woken(self._changed)
 
     def changed(self) -> None:
@@ -286,7 +288,6 @@ class Connections:
 
     def abort(self) -> None:
         """Close every socket at once."""
-        self._closed = True
         self.changed()
         self.handshake.observers.close()
         for conn in [*self.open.values(), *self._greeting]:

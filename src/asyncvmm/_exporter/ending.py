@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from copy import copy
 
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._errors import AsyncVMMError, ClosedError, DeviceLostError, ForkError
 from asyncvmm._exporter.acknowledgement import Acknowledgement
-from asyncvmm._exporter.room import Room
+from asyncvmm._exporter.connections import Connections
+from asyncvmm._exporter.room import Room, Sizes
 from asyncvmm._fds import Single
 from asyncvmm._io.waiting import wake, woken
 
@@ -28,6 +30,7 @@ class Ending(Single):
     name: str
     _core: ExporterCore
     _room: Room
+    _connections: Connections
 
     def __init__(self) -> None:
         self._made_in = os.getpid()
@@ -51,7 +54,10 @@ class Ending(Single):
         self._room.close(ClosedError("the exporter was closed while a send waited for room"))
 
     async def _until_idle(self) -> None:
-        while any(record.published for record in self._core.records.values()):
+        while (
+            any(record.published for record in self._core.records.values())
+            or isinstance(self._over, DeviceLostError)  # nothing comes back, and that is said
+        ):
             if self._over is not None:
                 raise copy(self._over)
             await woken(self._idle)
@@ -63,10 +69,19 @@ class Ending(Single):
     def _lose_device(self, error: DeviceLostError) -> None:
         """Tell everybody who waits that this process can use its GPU no more, once."""
         if self._over is None:
+            error = copy(error)  # the one raised keeps the frames, and so the tensors, it went by
             logger.error("the exporter %r takes nothing more: %s", self.name, error)
             self._shut = True
             self._room.close(error)
             self._end(error)
+            self._connections.changed()
+
+    def _no_room(self, holds: Callable[[Sizes], bool], error: AsyncVMMError) -> None:
+        """Send away who waits for more than a pool that cannot grow ever has."""
+        if isinstance(error, DeviceLostError):
+            self._lose_device(error)
+        else:
+            self._room.refuse(holds, error)
 
     def _end(self, error: AsyncVMMError) -> None:
         self._over = self._over or error

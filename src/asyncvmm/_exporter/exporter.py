@@ -141,4 +141,4 @@ class Exporter(Exporting):
     async def wait_attached(self, count: int) -> None:
         """Wait until ``count`` consumers are attached at once.  Sending need not wait for it."""
         self._guard()
-        await self._connections.wait_attached(count)
+        await self._connections.wait_attached(count, self._guard)

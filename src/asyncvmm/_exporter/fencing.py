@@ -12,12 +12,12 @@ moment its death is known nothing of it stands for anything, and the ready event
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from asyncvmm._backends.base import ExporterRegion, Fence
 from asyncvmm._core.ledger import Record
-from asyncvmm._errors import BackendError
+from asyncvmm._errors import BackendError, DeviceLostError
 from asyncvmm._exporter.late import LateFence
 from asyncvmm._logs import Once, kind_of
 
@@ -49,10 +49,15 @@ def _one_by_one(record: Record, lanes: Sequence[Lane]) -> tuple[Lane, ...]:
 
 
 class Fencing:
-    """The events of one exporter's slots: its own, and those of its consumers."""
+    """The events of one exporter's slots: its own, and those of its consumers.
 
-    def __init__(self, region: ExporterRegion) -> None:
+    ``lost`` is told of an error after which no event of this process can be made or asked, where
+    no fence is there that would raise it again.
+    """
+
+    def __init__(self, region: ExporterRegion, lost: Callable[[DeviceLostError], None]) -> None:
         self._region = region
+        self._lost = lost
         self._once = Once(logger)
         self._written: dict[int, int] = {}  # slot -> the stream that wrote it last
         self._streams: set[int] = set()  # every stream that ever wrote
@@ -63,7 +68,11 @@ class Fencing:
     def prepare(self, slot: int) -> None:
         """Have a slot's ready event made before its bytes are written."""
         if slot not in self._written:
-            self._region.ready_handle(slot)
+            try:
+                self._region.ready_handle(slot)
+            except DeviceLostError as error:
+                self._lost(error)
+                raise
 
     def prepare_all(self, records: Sequence[Record]) -> None:
         """Have one event made for records that are written together: that of the first's slot.

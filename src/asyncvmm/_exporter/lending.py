@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import sys
 from collections.abc import Sequence
 from functools import partial
 from time import monotonic
@@ -15,7 +14,7 @@ from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core.exporter import ExporterCore
 from asyncvmm._core.ledger import Record
 from asyncvmm._core.routing import To
-from asyncvmm._errors import BackendError, DeviceLostError, OwnerTooLargeError, WouldBlock
+from asyncvmm._errors import BackendError, OwnerTooLargeError, WouldBlock
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
 from asyncvmm._exporter.connections import Connections
 from asyncvmm._exporter.copier import Copier
@@ -64,7 +63,7 @@ class Lending(Ending):
         late = Telling(name, partial(explain, self)).tell
         self._room = Room(core.fit, lambda sizes: self._elastic.want(sizes), late, explain_after)
         self._queue = self._room.queue  # of those who wait; empty most of the time
-        self._fencing = Fencing(region)
+        self._fencing = Fencing(region, self._lose_device)
         self._draining = Draining(
             region, self._fencing, core, self._freed, connections.left, self._lose_device
         )
@@ -193,8 +192,6 @@ class Lending(Ending):
             self._draining.after_copy(record.slot, partial(self._record_end, record, stream))
         self._core.abandon(record)
         self._pump()
-        if isinstance(error := sys.exception(), DeviceLostError):
-            self._lose_device(error)  # every loan that failed comes by here
 
     def _record_end(self, record: Record, stream: int) -> None:
         if not self._ended:

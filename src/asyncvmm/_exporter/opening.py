@@ -167,6 +167,7 @@ class open_exporter:
             gone=lambda peer, died: exporter._draining.gone(peer, died=died),
             dying=lambda peer: exporter._fencing.distrust(peer),
             open_release=lambda *event: exporter._fencing.open_release(*event),
+            lost=lambda error: exporter._lose_device(error),
             observers=Observers(lambda: snapshot(exporter)),
             debug=self._debug,
             # With more out than one packet takes, answers share a sleep.
@@ -200,7 +201,7 @@ class open_exporter:
             max_pool_bytes=self._max_pool_bytes,
             shrink_after=self._shrink_after,
             room_made=exporter._room.wake,
-            no_room=exporter._room.refuse,
+            no_room=exporter._no_room,
         )
         return exporter
 

@@ -6,7 +6,9 @@ Under MPS it may be another process's fault (field report 48).
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
 
@@ -109,6 +111,75 @@ async def test_a_send_that_meets_it_tells_those_who_wait_for_others(
     await told(exits.aclose())
     mend(driver, exporter)
     await peer.call(common.leave)
+
+
+@pytest.mark.parametrize("met", ["growth", "newcomer", "send"])
+async def test_whoever_meets_it_tells_all(driver: Standin, peers: Peers, met: str) -> None:
+    """Also those who wait for consumers, and whose call could go on in the pool as it is.
+
+    Planted bugs: a pool that cannot grow sends away one call; a newcomer's handshake is refused
+    and nothing else; who waits for consumers waits for ever, for none can come.
+    """
+    exits = AsyncExitStack()
+    exporter = await exits.enter_async_context(exporting(slots=4, max_pool_bytes="4MiB"))
+    ack = await exporter.send({"x": torch.ones(1 << 18)})
+    attached = asyncio.ensure_future(exporter.wait_attached(1))
+    await asyncio.sleep(0)
+    driver.break_device(ILLEGAL_ADDRESS)
+    if met == "growth":
+        sizes = 3 << 18, 3 << 17  # the first fits no pool of 2 MiB, the second does when it is free
+        sends = [asyncio.ensure_future(exporter.send({"x": torch.ones(n)})) for n in sizes]
+        for send in sends:
+            await told(send)
+    elif met == "newcomer":
+        with pytest.raises(asyncvmm.HandshakeError, match="could not share"):
+            await connecting().__aenter__()
+    else:
+        await told(exporter.send(one()))
+    await told(ack)
+    await told(attached)
+    await told(exits.aclose())
+    mend(driver, exporter)
+
+
+async def test_it_is_told_at_the_end_though_nothing_is_out(driver: Standin) -> None:
+    """Planted bug: where the caller who met it has gone, leaving in order says nothing."""
+    exits = AsyncExitStack()
+    exporter = await exits.enter_async_context(exporting())
+    driver.break_device(ILLEGAL_ADDRESS)
+    await told(exporter.send(one()))
+    await told(exits.aclose())
+    mend(driver, exporter)
+
+
+async def test_only_this_pool_s_own_calls_tell_that_it_is_lost(driver: Standin) -> None:
+    """A reservation that another process's fault ends is given back, and the exporter goes on.
+
+    Planted bug: the error in flight is taken for the exporter's own.
+    """
+    specs = {"x": asyncvmm.TensorSpec((4,), torch.float32)}
+    async with exporting() as exporter, connecting() as consumer:
+        with pytest.raises(DeviceLostError):
+            async with exporter.reserve(specs):
+                raise DeviceLostError("a worker's", call="a", code="CUDA_ERROR_ILLEGAL_ADDRESS")
+        await go_on(exporter, consumer)
+
+
+async def test_it_keeps_no_tensor_alive(driver: Standin, peers: Peers) -> None:
+    """Planted bug: the error is kept as it was raised, with the frames of the send that met it."""
+    exits = AsyncExitStack()
+    exporter = await exits.enter_async_context(exporting())
+    ack = await exporter.send(one())
+    driver.break_device(ILLEGAL_ADDRESS)
+    features = one()
+    met = weakref.ref(features["x"])
+    await told(exporter.send(features))
+    await told(ack)
+    del features
+    gc.collect()
+    assert met() is None
+    await told(exits.aclose())
+    mend(driver, exporter)
 
 
 async def test_leaving_before_anybody_has_noticed(driver: Standin, peers: Peers) -> None:
