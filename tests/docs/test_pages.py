@@ -54,6 +54,14 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_row_is_in_a_table(page: Path) -> None:
+    """Kills the planted bug of a blank line before a row, which is text then and no row."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        assert re.match(r".*\n\|[|:\- ]+\n", table), f"no table begins with {table}"
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
     """Kills the planted bug of a file that was moved; links must work on the forge's pages, too."""
     for target in _LINK.findall(page.read_text(encoding="utf-8")):
