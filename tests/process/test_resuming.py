@@ -137,23 +137,23 @@ async def test_what_was_lost_on_the_way_is_said_again(folder: Path, lost: str) -
 
 
 @pytest.mark.parametrize("ranks", [1, 0])
-@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("passes", range(6))
 async def test_who_leaves_as_its_link_breaks_owes_nothing(
-    folder: Path, ranks: int, read: bool
+    folder: Path, ranks: int, passes: int
 ) -> None:
     """It has nothing in hand, but what it said last, or has not read, may be lost with the link.
 
-    Kills: owners that stay quarantined for as long as the process lives, since nobody in it
-    speaks for them any more.
+    It leaves before it has seen the end, while it is told of that, and afterwards.  Kills: owners
+    that stay quarantined for as long as the process lives, since nobody in it speaks for them.
     """
     async with open_exporter(ranks) as exporter:
         options: dict[str, Any] = {"rank": 0 if ranks else None, "device": "cpu"}
         async with asyncvmm.connect("pool", **options) as consumer:
             await exporter.wait_attached(1)
             acks = [await send(exporter, owner) for owner in range(2)]
-            if read:
-                (await consumer.receive()).release()
+            (await consumer.receive()).release()
             drop(exporter)
+            await turns(passes)
         await until(lambda: quarantined(exporter) == 0)
         if not ranks:
             async with asyncvmm.connect("pool", **options) as other:

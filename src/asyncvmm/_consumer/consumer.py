@@ -272,8 +272,7 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
         self._pump()
         try:
             async with asyncio.timeout(GOODBYE_SECONDS):
-                if not self._link.closed:
-                    await self._until()
+                await self._until()  # also where the link is closed, and that was not told yet
                 if self._resuming is not None:
                     await self._resuming.looked()
         except TimeoutError:
