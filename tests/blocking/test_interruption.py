@@ -13,15 +13,22 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
-from asyncvmm import blocking
+from asyncvmm import TensorSpec, blocking
 from asyncvmm.blocking import _thread
 from tests.blocking.conftest import loop_threads
 from tests.blocking.ends import SECONDS, number_of, open_both, send, until
 
 pytestmark = pytest.mark.usefixtures("each_loop")
 
-LEAST = {"receive": 12, "poll": 12, "poll what is handed over": 2, "open and close": 20}
+LEAST = {
+    "receive": 12,
+    "poll": 12,
+    "poll what is handed over": 2,
+    "open and close": 20,
+    "reserve": 20,
+}
 """Fewer places than there are; so that a test which finds none fails."""
 
 FACADE = os.path.dirname(blocking.__file__)
@@ -60,8 +67,12 @@ def interrupted(
         signal.signal(signal.SIGINT, before)
 
 
+class Interrupted(BaseException):
+    """What the handler of a program's own signal raises."""
+
+
 class Interruption:
-    """Raises KeyboardInterrupt at the n-th place where a signal's handler could.
+    """Raises Interrupted at the n-th place where a signal's handler could.
 
     Those are in the facade's own code and in the files ``also`` given, after a call has
     returned from C, at the beginning of a function, and where a loop goes back: the interpreter
@@ -90,7 +101,7 @@ class Interruption:
             self.places.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
             if len(self.places) == self._place:
                 self.fired = True
-                raise KeyboardInterrupt
+                raise Interrupted
         code = frame.f_code
         if code not in self._names:
             self._names[code] = {each.offset: each.opname for each in dis.get_instructions(code)}
@@ -105,7 +116,7 @@ class Interruption:
         sys.settrace(self._on_event)
         try:
             return call()
-        except KeyboardInterrupt:
+        except Interrupted:
             assert self.fired
             return None
         finally:
@@ -253,6 +264,30 @@ def test_an_interruption_at_any_place_of_opening_or_closing_leaves_nothing(name:
         until(lambda: loop_threads() == [])
         assert _thread._shared.thread is None
     assert place > LEAST["open and close"], interruption.places
+
+
+@pytest.mark.slow
+def test_an_interruption_at_any_place_of_a_reservation_leaves_no_slot(name: str) -> None:
+    """Interrupted at each place in turn: the slot is free once the block is left.
+
+    Kills the planted bugs of a reservation that is not given back where its entering, or its
+    leaving, was interrupted.
+    """
+    with open_both(name, slots=1) as (exporter, _):
+
+        def reserve() -> None:
+            with exporter.reserve({"x": TensorSpec((4,), torch.float32)}, timeout=SECONDS):
+                pass
+
+        place = 0
+        interrupted = True
+        while interrupted:
+            place += 1
+            interruption = Interruption(place)
+            interruption.during(reserve)
+            interrupted = interruption.fired
+            assert exporter.statistics().slots.free == 1, interruption.places[-1]
+        assert place > LEAST["reserve"], interruption.places
 
 
 def test_an_interrupted_close_hangs_up_at_once(name: str) -> None:

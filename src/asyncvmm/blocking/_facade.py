@@ -52,13 +52,13 @@ class Facade:
         self._closed = True
         try:
             self._thread.run(leave)
-        except KeyboardInterrupt:
-            self._thread.run(self.leave)  # it may not have begun
+        except BaseException:
+            self._thread.run(self.leave)  # it may not have begun; again is a no-op
             raise
         finally:
             try:
                 self._thread.opened.discard(self)
                 let_go(self._user)
-            except KeyboardInterrupt:
+            except BaseException:
                 let_go(self._user)  # it may have been left in the middle, or not begun
                 raise

@@ -83,18 +83,22 @@ class Reservation:
     def __enter__(self) -> WritableOwner:
         try:
             self._exporter._run(self._enter, self._timeout, ROOM)
+            assert self._owner is not None
+            return WritableOwner(self._exporter, self._owner)
         except BaseException:
             self._give_back()
             raise
-        assert self._owner is not None
-        return WritableOwner(self._exporter, self._owner)
 
     async def _enter(self) -> None:
         # Noted here and not by the caller, who may have been interrupted meanwhile.
         self._owner = await self._reservation.__aenter__()
 
     def __exit__(self, *exc: object) -> None:
-        self._give_back()
+        try:
+            self._give_back()
+        except BaseException:
+            self._give_back()  # it may not have begun; again is a no-op
+            raise
 
     def _give_back(self) -> None:
         owner, exporter = self._owner, self._exporter
