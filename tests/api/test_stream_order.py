@@ -15,7 +15,7 @@ from asyncvmm import Acknowledgement, Batch, Consumer, WouldBlock
 from tests.api.books import check_all_back, check_books, check_no_sleeper, passes, until
 from tests.api.streams import StreamPort, Streams
 
-STEPS = 300
+STEPS = 250
 
 
 class Reader:
@@ -153,7 +153,7 @@ class World:
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_batches_at_random_are_read_in_time_and_free_in_time(seed: int) -> None:
-    """One rank or two, several streams, owners let go of together, in part, in threads and by death.
+    """One rank or two, several streams, owners let go of together, in part, elsewhere, by death.
 
     Kills: owners of a batch that are free before the copy that another's event stands for, or
     before reads on a stream that their shared event was not recorded on, and a second stream that
