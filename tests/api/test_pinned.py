@@ -9,8 +9,10 @@ import torch
 
 import asyncvmm
 from asyncvmm._consumer import pinned
+from asyncvmm._consumer.leases import Leases
 from asyncvmm.testing import open_pair
 from tests.api.books import until
+from tests.patience import PROMPTLY
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +100,23 @@ async def test_looking_ends_with_the_views_and_with_the_consumer() -> None:
         await pair.consumer.aclose()
         assert not looking(looks)
         del view
+
+
+async def test_an_owner_whose_last_word_was_cut_short_goes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by what a signal's handler raises while a view is destroyed, which Python drops.
+
+    Kills the planted bug of an owner that nobody gives back any more.
+    """
+    async with open_pair() as pair:
+        ack = await pair.exporter.send({"x": torch.ones(4)})
+        batch = await pair.consumer.receive()
+        view = batch[0]["x"]
+        batch.release()
+        with monkeypatch.context() as patch:
+            patch.setattr(Leases, "settle_later", lambda *_: None)
+            del view
+        assert not ack.done()
+        async with asyncio.timeout(PROMPTLY):
+            assert (await ack).complete

@@ -207,6 +207,10 @@ class Leases:
         except RuntimeError:
             # The loop was closed under us: the process is ending, and its death will tell.
             self._due = False
+        except BaseException:
+            # A signal's handler raised, maybe before the loop was asked: whoever is next asks it.
+            self._due = False
+            raise
 
     def _sweep(self) -> None:
         self._due = False

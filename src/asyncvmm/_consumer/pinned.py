@@ -46,6 +46,9 @@ class Pinned:
         kept = frozenset(lease for lease in self._live.values() if lease.said and not lease.done)
         long = kept & self._seen
         self._seen = kept
+        for lease in kept:
+            if not lease.viewed:  # a signal's handler cut the word of its last view's end short
+                lease.keeper.settle_later(lease)
         if long and self.waits():
             self._told = True
             self._seen = frozenset()
