@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -313,6 +313,34 @@ def test_an_interruption_at_any_place_of_a_reservation_leaves_no_slot(name: str)
             interrupted = interruption.fired
             assert exporter.statistics().slots.free == 1, interruption.places[-1]
         assert place > LEAST["reserve"], interruption.places
+
+
+@pytest.mark.parametrize("opening", [blocking.open_exporter, blocking.connect])
+def test_an_interruption_as_a_block_is_left_closes_all_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch, opening: Any
+) -> None:
+    """It came before the closing had begun.  Planted bug: then nobody closes, for good."""
+    kind: Any = blocking.Exporter
+    more: dict[str, Any] = {"pool_bytes": "64KiB"}
+    if opening is blocking.connect:
+        kind, more = blocking.Consumer, {"rank": 0}
+
+    real = kind.__exit__
+
+    def interrupted_exit(*_: object) -> None:
+        monkeypatch.setattr(kind, "__exit__", real)
+        raise Interrupted
+
+    def leave() -> None:
+        with opening(name, device="cpu", **more):
+            monkeypatch.setattr(kind, "__exit__", interrupted_exit)
+
+    with ExitStack() as stack:
+        if kind is blocking.Consumer:
+            stack.enter_context(blocking.open_exporter(name, device="cpu", pool_bytes="64KiB"))
+        with pytest.raises(Interrupted):
+            leave()
+    assert loop_threads() == []
 
 
 def test_an_interrupted_close_hangs_up_at_once(name: str) -> None:

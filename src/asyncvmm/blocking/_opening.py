@@ -78,7 +78,11 @@ class _Opening(Generic[OpenedT, FacadeT]):
         trace: TracebackType | None,
     ) -> None:
         assert self._facade is not None
-        self._facade.__exit__(kind, error, trace)
+        try:
+            self._facade.__exit__(kind, error, trace)
+        except BaseException:
+            self._facade.close()  # it may not have begun; again is a no-op
+            raise
 
 
 class connect(_Opening[AnyConsumer, Consumer]):
