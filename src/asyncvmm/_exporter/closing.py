@@ -18,7 +18,8 @@ from asyncvmm._io.timeline import Timeline
 async def drain(exporter: Exporter, limit: float) -> None:
     """Take no new owners; wait for what is out, up to the limit, then say what is left."""
     exporter._begin_closing()
-    exporter._core.say_goodbye()
+    if not exporter._device_lost:  # else nobody is to take it for an end in order
+        exporter._core.say_goodbye()
     exporter._pump()
     try:
         async with asyncio.timeout(None if limit == math.inf else limit):
@@ -76,7 +77,7 @@ async def _undo(
     try:
         await in_thread(exporter._region.close)
     except DeviceLostError:
-        if not isinstance(exporter._over, DeviceLostError):
+        if not exporter._device_lost:
             raise  # else that was told, and what is not given back went with the context
     finally:
         if timeline is not None:

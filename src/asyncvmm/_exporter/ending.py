@@ -53,10 +53,14 @@ class Ending(Single):
         self._closing = self._shut = True
         self._room.close(ClosedError("the exporter was closed while a send waited for room"))
 
+    @property
+    def _device_lost(self) -> bool:
+        return isinstance(self._over, DeviceLostError)
+
     async def _until_idle(self) -> None:
         while (
             any(record.published for record in self._core.records.values())
-            or isinstance(self._over, DeviceLostError)  # nothing comes back, and that is said
+            or self._device_lost  # nothing comes back, and that is said
         ):
             if self._over is not None:
                 raise copy(self._over)

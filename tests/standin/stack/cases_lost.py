@@ -17,6 +17,7 @@ import torch
 
 import asyncvmm
 from asyncvmm._errors import DeviceLostError
+from asyncvmm.testing.process import ProcessRaisedError
 from tests.patience import PROMPTLY
 from tests.process import steps as common
 from tests.process.harness import Peers, until
@@ -58,7 +59,7 @@ async def test_everybody_who_waits_is_told(
     """By the release of one owner: acknowledgements, a send, a drain, and who comes later.
 
     Planted bugs: a fence that cannot be asked ends nothing but its own slot; only those who are
-    acknowledged are told, or only those who send.
+    acknowledged are told, or only those who send; the exporter leaves with a goodbye.
     """
     caplog.set_level(logging.ERROR, "asyncvmm")
     exits = AsyncExitStack()
@@ -81,6 +82,9 @@ async def test_everybody_who_waits_is_told(
     assert exporter.statistics().slots.free == 0
     await told(exits.aclose())  # leaving it says so, too
     assert [record.levelname for record in caplog.records] == ["ERROR"]
+    # No goodbye: what the consumer had not read may never have been written.
+    with pytest.raises(ProcessRaisedError, match="without a goodbye"):
+        await peer.call(steps.read, 1)
     mend(driver, exporter)
     await peer.call(common.leave)
 
