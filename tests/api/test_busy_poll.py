@@ -146,6 +146,7 @@ async def test_with_many_in_flight_it_is_not_worth_it() -> None:
     """A packet of them at most is.  Kills: turning where many answers share one sleep anyway."""
     async with open_pair(slots=64) as pair:
         worth = pair.exporter._connections.busy._worth
+        assert not worth()  # nobody has anything
         for _ in range(16):
             await pair.exporter.send(ONE)
             assert worth()
@@ -154,7 +155,7 @@ async def test_with_many_in_flight_it_is_not_worth_it() -> None:
         for _ in range(17):
             (await pair.consumer.receive()).release()
         await pair.exporter.drain()
-        assert worth()
+        assert not worth()
 
 
 @pytest.mark.parametrize("bad", [-1, 50, math.inf, math.nan, True, None, "50us"])

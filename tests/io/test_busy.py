@@ -190,6 +190,24 @@ def test_a_late_answer_is_forgotten_soon(hand: Hand) -> None:
     assert slept_before(busy, hand, QUICK) <= 20
 
 
+def test_turning_ends_once_nothing_can_come(hand: Hand) -> None:
+    """The packet has come, and what is waited for now is a fence.
+
+    Kills: asking only when the wait begins.
+    """
+    worth = [True]
+    busy = make(hand, worth=lambda: worth[0])
+    for _ in range(60):
+        answer(busy, hand, QUICK)
+    with busy:
+        assert hand.run(QUICK) > 10
+        busy.came()
+        worth[0] = False
+        assert hand.run(1.0) <= 1
+    worth[0] = True
+    assert answer(busy, hand, QUICK) > 10
+
+
 def test_what_was_there_already_tells_nothing(hand: Hand) -> None:
     """Most packets are there when one looks, the others take 2 ms: nothing is to be gained.
 

@@ -11,6 +11,7 @@ from functools import partial
 
 from asyncvmm._backends.base import ExporterRegion
 from asyncvmm._core.exporter import ExporterCore
+from asyncvmm._core.slots import HELD
 from asyncvmm._errors import ArgumentError, LocalProtocolError
 from asyncvmm._exporter.access import Access
 from asyncvmm._exporter.closing import close, drain
@@ -170,12 +171,7 @@ class open_exporter:
             lost=lambda error: exporter._lose_device(error),
             observers=Observers(lambda: snapshot(exporter)),
             debug=self._debug,
-            # With more out than one packet takes, answers share a sleep.
-            busy=Busy(
-                asyncio.get_running_loop(),
-                self._busy_poll,
-                lambda: len(core.records) <= BATCH_MESSAGES,
-            ),
+            busy=Busy(asyncio.get_running_loop(), self._busy_poll, partial(_answers_soon, core)),
             consumer_count=(
                 self._route.consumer_count if isinstance(self._route, Broadcast) else 0
             ),
@@ -217,6 +213,16 @@ class open_exporter:
         finally:
             listener.stop()
             await close(exporter, listener, self._timeline, graceful=error is None)
+
+
+def _answers_soon(core: ExporterCore) -> bool:
+    """Say whether turning for the next packet may gain anything.
+
+    With more out than one packet takes, answers share a sleep; and with nothing in a consumer's
+    hands none comes: what is waited for then is a fence.
+    """
+    states = core.slots.states
+    return len(core.records) <= BATCH_MESSAGES and any(states[n] is HELD for n in core.records)
 
 
 def _check_pool(pool_bytes: int, max_pool_bytes: int, slots: object, route: object) -> None:

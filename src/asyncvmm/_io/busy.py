@@ -54,9 +54,9 @@ class Busy:
 
     ``with busy:`` is around the wait of whoever has to be woken by a packet.  ``longest`` is the
     most seconds for one answer; 0 is for never.  The loop turns for twice as long as answers took
-    of late, and not at all if that is more, or if ``worth`` says that nothing is gained.  Very late
-    answers count as ``2 * longest``, and so do cores that others need: two or three of them end it.
-    So does turning that makes no answer quicker, for a while.
+    of late, and not at all if that is more, or where ``worth`` says that nothing is gained, or no
+    more.  Very late answers count as ``2 * longest``, and so do cores that others need: two or
+    three of them end it.  So does turning that makes no answer quicker, for a while.
     """
 
     __slots__ = (
@@ -131,7 +131,7 @@ class Busy:
     def _turn(self) -> None:
         """Make the loop poll once more without waiting: it does so while a callback is due."""
         now = monotonic()
-        if self._since is not None and now < self._until:
+        if self._since is not None and now < self._until and self._worth():
             os.sched_yield()
             if monotonic() - now < WANTED_SECONDS:
                 self._loop.call_soon(self._turn)

@@ -52,10 +52,12 @@ async def test_a_slot_drains_until_the_consumers_event_is_done(
             ack = await send(exporter, owner, 1000)
             assert await peer.call(common.take, 1) == [owner]
             assert exporter.statistics().slots.held == 1
+            assert exporter._connections.busy._worth()
             await peer.call(common.give_back)
             await until(lambda: exporter.statistics().slots.held == 0)
             await asked(driver, ack)
             assert exporter.statistics().slots.draining == 1
+            assert not exporter._connections.busy._worth(), "turns for a packet that none sends"
             assert not ack.done()
             await peer.call(steps.control, "finish")
             assert (await ack).complete
