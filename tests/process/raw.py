@@ -145,8 +145,13 @@ class RawExporter:
         return end
 
     async def greet(self, region: RegionInfo, *segments: SegmentInfo) -> Raw:
-        """Accept a consumer, and give it a pool with right segments; return the connection."""
+        """Accept a consumer, and give it a pool with right segments; return the connection.
+
+        Nobody else is listened to: a consumer whose link breaks looks for a way back when it
+        leaves, and is to be told at once that there is none.
+        """
         end = await self.accept()
+        self.listener.close()
         await end.send(welcome(region, len(segments)))
         for segment in segments:
             with memfd(segment.nbytes) as fd:
