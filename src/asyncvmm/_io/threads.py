@@ -61,7 +61,8 @@ def begin(call: Callable[[], T], executor: Executor | None = None) -> asyncio.Fu
         else:
             executor.submit(work)
     except RuntimeError as error:
-        _once.warning("thread", "no thread can be had, so slow calls keep the loop: %s", error)
+        if threading.main_thread().is_alive():  # else the interpreter ends, which is no news
+            _once.warning("thread", "no thread can be had, so slow calls keep the loop: %s", error)
         work()  # an executor that comes back to it finds it done
     return asyncio.wrap_future(work.outcome)
 
