@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from asyncvmm import Owner
 from asyncvmm._backends.base import ExporterRegion
@@ -133,19 +134,9 @@ class StreamPort(FakePort):
         self.streams = gpu
         self.stream = stream
 
-    def create(
-        self,
-        pool_bytes: int,
-        max_pool_bytes: int,
-        slots: int,
-        *,
-        writable: bool,
-        handle_type: str,
-    ) -> ExporterRegion:
+    def create(self, *args: Any, **options: Any) -> ExporterRegion:
         """Make the pool, whose events the device looks up."""
-        region = super().create(
-            pool_bytes, max_pool_bytes, slots, writable=writable, handle_type=handle_type
-        )
+        region = super().create(*args, **options)
         assert isinstance(region, HandDrivenExporterRegion)
         self.streams.region = region
         return region

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dis
+import itertools
 import os
 import signal
 import sys
@@ -83,7 +84,7 @@ class Interruption:
     """
 
     def __init__(self, place: int, also: tuple[str, ...] = ()) -> None:
-        self._place = place
+        self.place = place
         self._also = also
         self.places: list[str] = []
         self.fired = False
@@ -102,7 +103,7 @@ class Interruption:
         came_from, opcode = self._last
         if frame is came_from and opcode.startswith(("CALL", "RESUME", "JUMP_BACKWARD")):
             self.places.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
-            if len(self.places) == self._place:
+            if len(self.places) == self.place:
                 self.fired = True
                 raise Interrupted
         code = frame.f_code
@@ -126,6 +127,15 @@ class Interruption:
             sys.settrace(before)
 
 
+def each_place(also: tuple[str, ...] = ()) -> Iterator[Interruption]:
+    """Interrupt at each place in turn, until there is none any more; ``also`` as there."""
+    for place in itertools.count(1):
+        interruption = Interruption(place, also)
+        yield interruption
+        if not interruption.fired:
+            return
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["receive", "poll", "poll what is handed over"])
 def test_an_interruption_at_any_place_loses_no_batch(name: str, how: str) -> None:
@@ -142,24 +152,19 @@ def test_an_interruption_at_any_place_loses_no_batch(name: str, how: str) -> Non
         def arrived() -> bool:
             return bool(consumer._handed) or consumer._news
 
-        place = 0
-        interrupted = True
-        while interrupted:
-            place += 1
+        for interruption in each_place((threading.__file__,)):
             ahead = how == "poll what is handed over"
             consumer._wanted = ahead
-            send(exporter, place)
+            send(exporter, interruption.place)
             until(arrived)
-            interruption = Interruption(place, (threading.__file__,))
             call = consumer.poll if how != "receive" else lambda: consumer.receive(SECONDS)
             batch = interruption.during(call)
-            interrupted = interruption.fired
             if batch is None:
                 batch = consumer.receive(SECONDS)
-            assert number_of(batch) == place
+            assert number_of(batch) == interruption.place
             assert consumer.poll() is None
             consumer.poll()
-        assert place > LEAST[how], interruption.places
+        assert interruption.place > LEAST[how], interruption.places
         exporter.drain(SECONDS)
         assert exporter.statistics().refused == 0
 
@@ -257,16 +262,11 @@ def test_an_interruption_at_any_place_of_opening_or_closing_leaves_nothing(name:
             exporter.close()  # as leaving a with block does, once more
             raise
 
-    place = 0
-    interrupted = True
-    while interrupted:
-        place += 1
-        interruption = Interruption(place)
+    for interruption in each_place():
         interruption.during(open_and_close)
-        interrupted = interruption.fired
         until(lambda: loop_threads() == [])
         assert _thread._shared.thread is None
-    assert place > LEAST["open and close"], interruption.places
+    assert interruption.place > LEAST["open and close"], interruption.places
 
 
 @pytest.mark.slow
@@ -277,18 +277,13 @@ def test_an_interruption_at_any_place_of_a_release_holds_back_no_other(name: str
     """
     files = (leases.__file__, asyncio.base_events.__file__)
     with open_both(name, slots=64) as (exporter, (consumer,)):
-        place = 0
-        interrupted = True
-        while interrupted:
-            place += 1
-            send(exporter, place)
-            interruption = Interruption(place, files)
+        for interruption in each_place(files):
+            send(exporter, interruption.place)
             interruption.during(consumer.receive(SECONDS).release)
-            interrupted = interruption.fired
-            ack = send(exporter, place)
+            ack = send(exporter, interruption.place)
             consumer.receive(SECONDS).release()
             ack.result(SECONDS)
-        assert place > LEAST["release"], interruption.places
+        assert interruption.place > LEAST["release"], interruption.places
 
 
 @pytest.mark.slow
@@ -304,15 +299,10 @@ def test_an_interruption_at_any_place_of_a_reservation_leaves_no_slot(name: str)
             with exporter.reserve({"x": TensorSpec((4,), torch.float32)}, timeout=SECONDS):
                 pass
 
-        place = 0
-        interrupted = True
-        while interrupted:
-            place += 1
-            interruption = Interruption(place)
+        for interruption in each_place():
             interruption.during(reserve)
-            interrupted = interruption.fired
             assert exporter.statistics().slots.free == 1, interruption.places[-1]
-        assert place > LEAST["reserve"], interruption.places
+        assert interruption.place > LEAST["reserve"], interruption.places
 
 
 @pytest.mark.parametrize("opening", [blocking.open_exporter, blocking.connect])

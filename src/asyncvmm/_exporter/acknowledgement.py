@@ -26,20 +26,19 @@ class Acknowledgement:
     changes nothing else.
     """
 
-    __slots__ = ("_busy", "_done", "_error", "_record", "_require", "_waiters", "key")
+    __slots__ = ("_busy", "_error", "_record", "_require", "_waiters", "key")
 
     def __init__(self, key: Key, require: Require, busy: Busy) -> None:
         self.key = key
         self._require = require
-        self._busy: Busy | None = busy  # until it is done: it knows the exporter
-        self._done = False
+        self._busy: Busy | None = busy  # until it is done, for it knows the exporter
         self._record: Record | None = None  # once it is settled: who let go, and how
         self._error: AsyncVMMError | None = None
         self._waiters: list[asyncio.Future[None]] | None = None
 
     def done(self) -> bool:
         """Say whether the owner's memory is back."""
-        return self._done
+        return self._busy is None
 
     @property
     def outcome(self) -> Outcome | None:
@@ -92,12 +91,11 @@ class Acknowledgement:
 
     def _settle(self, record: Record | None, error: AsyncVMMError | None = None) -> None:
         """Finish it, once, and wake whoever waits."""
-        if self._done:
+        if self._busy is None:
             return
         self._record = record
         self._error = error
-        self._done = True  # after those two, for other threads may look
-        self._busy = None
+        self._busy = None  # after those two, for other threads may ask whether it is done
         if self._waiters is not None:
             wake(self._waiters)
             self._waiters = None
