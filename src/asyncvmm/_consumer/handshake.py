@@ -82,13 +82,12 @@ class Handshake:
         self._told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_packet(self, packet: memoryview, fds: list[OwnedFd]) -> None:
-        """Take the greeting, or pass the packet on.
+        """Take the greeting.
 
-        Between the two only a link that is lost is read, and what it says is of no use.
+        What follows is read once there is a consumer to take it; before that only of a link that
+        is lost, and what that says is of no use.
         """
-        if self._consumer is not None:
-            self._consumer._on_packet(packet, fds)
-        elif self._answer is None and self._error is None:
+        if self._answer is None and self._error is None:
             try:
                 self._answer = wire.decode_greeting(packet)
             except (VersionMismatchError, RemoteProtocolError) as error:
@@ -136,6 +135,7 @@ class Handshake:
         consumer._stop_watching()
         consumer._watch, self.watch = self.watch, None
         self._consumer = consumer
+        self.link.on_packet = consumer._on_packet
         if self._ended:
             consumer._on_end(self._error)
         else:

@@ -24,6 +24,7 @@ from asyncvmm._exporter.connection import Connection
 from asyncvmm._exporter.handshake import Handshake
 from asyncvmm._exporter.observing import Observers
 from asyncvmm._exporter.resuming import resume
+from asyncvmm._fds import OwnedFd
 from asyncvmm._io.busy import Busy
 from asyncvmm._io.link import Link
 from asyncvmm._io.liveness import DeathWatch, PeerIdentity
@@ -105,7 +106,7 @@ class Connections:
             sock,
             loop=self._loop,
             frame=wire.frame,
-            on_packet=lambda packet, fds: self._on_packet(conn, packet),
+            on_packet=partial(self._on_packet, conn),
             on_end=lambda error: self._on_end(conn, error),
         )
         conn.link.busy = self.busy
@@ -116,7 +117,7 @@ class Connections:
         if self.handshake.check_user(conn):
             conn.deadline = self._loop.call_later(GREETING_SECONDS, self._drop, conn)
 
-    def _on_packet(self, conn: Connection, packet: memoryview) -> None:
+    def _on_packet(self, conn: Connection, packet: memoryview, _: list[OwnedFd]) -> None:
         if conn.rejected:
             return
         if conn.peer is None:

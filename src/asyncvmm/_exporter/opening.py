@@ -222,7 +222,11 @@ def _answers_soon(core: ExporterCore) -> bool:
     hands none comes: what is waited for then is a fence.
     """
     states = core.slots.states
-    return len(core.records) <= BATCH_MESSAGES and any(states[n] is HELD for n in core.records)
+    if len(core.records) <= BATCH_MESSAGES:
+        for slot in core.records:
+            if states[slot] is HELD:
+                return True
+    return False
 
 
 def _check_pool(pool_bytes: int, max_pool_bytes: int, slots: object, route: object) -> None:

@@ -32,6 +32,11 @@ time.  It says nothing about the answers that one has to wait for."""
 WANTED_SECONDS = 30e-6
 """A yield of the core that takes longer let somebody else run; else it takes one."""
 
+LOOK_EVERY = 8
+"""Turns, of some 3 us each, after which the core is offered to others and ``worth`` is asked again.
+What a turn takes is what an answer waits.  It begins with the second one, for in the first the
+packet that came is dealt with, and whoever waited for it goes on."""
+
 TRIAL = 128
 """Answers after which turning must have made them quicker, else the loop rests from it.  Two
 processes that share a GPU wait for its change from one to the other, and that comes no sooner."""
@@ -60,8 +65,8 @@ class Busy:
     """
 
     __slots__ = (
-        "_before", "_longest", "_loop", "_rest", "_since", "_slow", "_trial", "_turning", "_until",
-        "_usual", "_waiting", "_worth",
+        "_before", "_longest", "_loop", "_rest", "_since", "_slow", "_trial", "_turning", "_turns",
+        "_until", "_usual", "_waiting", "_worth",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +85,7 @@ class Busy:
         self._since: float | None = None  # when the wait for the next packet began
         self._until = 0.0
         self._turning = False
+        self._turns = 0  # since the wait for the next packet began
 
     def __enter__(self) -> None:
         self._waiting += 1
@@ -119,11 +125,12 @@ class Busy:
     def _expect(self, now: float) -> None:
         self._since = self._until = now
         usual = self._usual
-        if 2 * usual <= self._longest and not self._rest and self._worth():
+        if 2 * usual <= self._longest and not self._rest and (self._turning or self._worth()):
             if not self._trial and usual > self._before:
                 # The most since the last rest: of late it may have been quick for the turning.
                 self._before = usual
             self._until = now + 2 * usual
+            self._turns = 0
             if not self._turning:
                 self._turning = True
                 self._loop.call_soon(self._turn)
@@ -131,13 +138,23 @@ class Busy:
     def _turn(self) -> None:
         """Make the loop poll once more without waiting: it does so while a callback is due."""
         now = monotonic()
-        if self._since is not None and now < self._until and self._worth():
-            os.sched_yield()
-            if monotonic() - now < WANTED_SECONDS:
+        if self._since is not None and now < self._until:
+            self._turns += 1
+            look = self._turns % LOOK_EVERY == 2
+            if not look or self._look(now):
                 self._loop.call_soon(self._turn)
                 return
-            self._learn(self._slow)
         self._turning = False
+
+    def _look(self, now: float) -> bool:
+        """Offer the core to others; say whether to go on."""
+        if not self._worth():
+            return False
+        os.sched_yield()
+        if monotonic() - now < WANTED_SECONDS:
+            return True
+        self._learn(self._slow)
+        return False
 
 
 def check_busy_poll(value: object) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sized
 class Due:
     """One flush for everything that is posted in a turn; on the loop's thread."""
 
-    __slots__ = ("_flush", "_lingers", "_loop", "_queue", "scheduled")
+    __slots__ = ("_flush", "_lingered", "_loop", "_queue", "lingers", "scheduled")
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, queue: Sized, flush: Callable[[], None]
@@ -17,14 +17,11 @@ class Due:
         self._loop = loop
         self._queue = queue
         self._flush = flush
-        self._lingers: bool | None = None  # None: not asked to; False: has done so
+        self._lingered = False
+        self.lingers = False
+        """Whether it was put off and the turn is not over."""
         self.scheduled = False
         """Whether a flush is due: never more than one, also where something left before it."""
-
-    @property
-    def lingers(self) -> bool:
-        """Whether it was put off and the turn is not over."""
-        return bool(self._lingers)
 
     def soon(self) -> None:
         """Flush as the turn ends."""
@@ -33,16 +30,16 @@ class Due:
 
     def linger(self) -> None:
         """Put it off by one turn, once, until :meth:`stop`; also if nothing is queued yet."""
-        if self._lingers is None:
-            self._lingers = True
+        if not self._lingered:
+            self.lingers = True
 
     def stop(self) -> None:
         """Linger no more: what was queued has left, or nothing follows it."""
-        self._lingers = None
+        self.lingers = self._lingered = False
 
     def _turned(self) -> None:
-        if self._lingers and len(self._queue):
-            self._lingers = False
+        if self.lingers and len(self._queue):
+            self.lingers, self._lingered = False, True
             self._loop.call_soon(self._turned)
         else:
             self.scheduled = False

@@ -41,8 +41,8 @@ class Link:
 
     __slots__ = (
         "_accept_fds", "_accepting", "_blocked", "_buffer", "_closed", "_eof", "_fd", "_finished",
-        "_hung_up", "_loop", "_lost", "_on_end", "_on_packet", "_outbox", "_pending_bytes",
-        "_queue_limit", "_sock", "_telling", "busy", "due",
+        "_hung_up", "_loop", "_lost", "_on_end", "_outbox", "_pending_bytes", "_queue_limit",
+        "_sock", "_telling", "busy", "due", "on_packet",
     )  # fmt: skip
 
     def __init__(
@@ -60,10 +60,8 @@ class Link:
         self._sock = close_after_fork(sock)
         self._fd = sock.fileno()
         self._loop = loop
-        self._on_packet = on_packet
-        self._on_end = on_end
-        self._accept_fds = accept_fds
-        self._queue_limit = queue_limit
+        self.on_packet, self._on_end = on_packet, on_end  # the first may be replaced
+        self._accept_fds, self._queue_limit = accept_fds, queue_limit
         # One byte more than a packet may have, so that a longer one shows.
         self._buffer = memoryview(bytearray(PACKET_LIMIT + 1))
         self._outbox = Outbox(frame)
@@ -115,7 +113,10 @@ class Link:
 
     def post_now(self, messages: Sequence[bytes]) -> None:
         """Send these now, behind what is queued, as far as the kernel takes them."""
-        if self._accepting:
+        alone = self._accepting and len(messages) == 1
+        if alone and self._outbox.pass_by(self._sock, messages[0]):
+            self.due.stop()
+        elif self._accepting:
             self._outbox.queue.extend(messages)
             self._piled() if self._blocked else self._pump()
 
@@ -197,7 +198,7 @@ class Link:
 
     def _deliver(self, view: memoryview, fds: list[OwnedFd]) -> None:
         try:
-            self._on_packet(view, fds)
+            self.on_packet(view, fds)
             view.release()  # a late reader gets an error, not the next packet
         except ProtocolError as error:
             self._end(error)

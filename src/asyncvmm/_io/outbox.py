@@ -5,13 +5,14 @@ Joining late means that messages which pile up behind a full socket leave in few
 
 from __future__ import annotations
 
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from asyncvmm._errors import LocalProtocolError
 from asyncvmm._fds import OwnedFd
-from asyncvmm._io.packets import PACKET_LIMIT, close_all
+from asyncvmm._io.packets import PACKET_LIMIT, close_all, send
 
 BATCH_MESSAGES = 16
 """Most messages of one packet; as many leave at once, without waiting for the turn to end."""
@@ -38,6 +39,22 @@ class Outbox:
     def __len__(self) -> int:
         """Messages that the kernel has not taken yet."""
         return len(self.queue) + len(self._messages)
+
+    def pass_by(self, sock: socket.socket, message: bytes) -> bool:
+        """Send one message past the queue; False if others are in it, or if that goes wrong.
+
+        Queued then, it meets the same error again where that is dealt with.
+        """
+        if self.queue or self.packet is not None:
+            return False
+        packet = self._frame((message,))
+        if not 0 < len(packet) <= PACKET_LIMIT:
+            return False
+        try:
+            send(sock, packet, ())
+        except OSError:
+            return False
+        return True
 
     def next(self) -> bytes | None:
         """Return the packet to send now, the same one until :meth:`sent`; None if all is sent."""
