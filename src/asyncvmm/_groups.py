@@ -74,6 +74,10 @@ def acknowledged_ranks(
     if not is_int(count) or count < 1:
         raise ArgumentError(f"an acknowledgement stands for at least 1 rank, got count={count!r}")
     if group is not None:
+        if not isinstance(group, AttentionGroup):
+            raise ArgumentError(
+                f"group={group!r:.80} is no group; give asyncvmm.AttentionGroup(...)"
+            )
         members = group.ranks(consumer_count)
         if group.slot != rank:
             raise ArgumentError(

@@ -88,6 +88,13 @@ def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def check_bool(value: object, what: str) -> bool:
+    """Return a flag; refuse what is merely true or false, as the text "no" is true."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{what}={value!r} must be True or False")
+    return value
+
+
 def check_ranks(ranks: Iterable[object]) -> tuple[int, ...]:
     """Return the ranks sorted and once each; refuse an empty set and what is no rank."""
     found = set[int]()

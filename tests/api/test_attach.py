@@ -646,7 +646,7 @@ async def test_task_groups_of_both_kinds(groups: str) -> None:
     Kills: an awaitable that swallows the cancellation of a task group.
     """
     got: list[Sequence[object]] = []
-    async with open_pair(consumers=2, slots=4) as pair:
+    async with open_exporter("@lonely", 2) as lonely, open_pair(consumers=2, slots=4) as pair:
         if groups == "asyncio":
             async with asyncio.TaskGroup() as group:
                 group.create_task(numbered(pair.exporter, 50))
@@ -669,7 +669,7 @@ async def test_task_groups_of_both_kinds(groups: str) -> None:
                 fail(),
                 numbered(pair.exporter, 50),
                 collect(pair.consumers[0], 3, got),
-                pair.exporter.wait_attached(3),
+                lonely.wait_attached(2),
                 pair.exporter.drain(),
             )
         assert caught.group_contains(ZeroDivisionError)

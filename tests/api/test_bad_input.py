@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,6 +25,7 @@ import asyncvmm
 from asyncvmm import ArgumentError, Broadcast, Group, InvalidTensorError, TensorSpec
 from asyncvmm._core import wire
 from asyncvmm.testing import Pair, open_pair
+from asyncvmm.tickets import FeatureTransport
 from tests.api import steps as own_steps
 from tests.api.books import check_all_back, check_books, passes, until
 from tests.process import steps
@@ -77,6 +79,13 @@ OPENING: list[tuple[dict[str, Any], list[str]]] = [
     ({"allow_uids": [0, "root"]}, ["'root'", "pwd"]),
     ({"allow_gids": [-1]}, ["allow_gids=[-1]", "numbers"]),
     ({"handle_type": "memfd"}, ["'memfd'", "'fabric'", "'posix'"]),
+    ({"secret": "\ud800"}, ["surrogates"]),
+    ({"writable": "no"}, ["writable='no'", "True or False"]),
+    ({"debug": 1}, ["debug=1", "True or False"]),
+    ({"trace": ""}, ["trace=''", "file or folder"]),
+    ({"trace": 5}, ["trace=5", "file or folder"]),
+    ({"trace": b"x.json"}, ["b'x.json'", "file or folder"]),
+    ({"trace": "a\0b"}, ["NUL"]),
 ]
 
 CONNECTING: list[tuple[dict[str, Any], list[str]]] = [
@@ -92,6 +101,11 @@ CONNECTING: list[tuple[dict[str, Any], list[str]]] = [
     ({"member": "x" * 1025}, ["1,024"]),
     ({"member": "\ud800"}, ["surrogates"]),
     ({"secret": None}, ["NoneType", "text or bytes"]),
+    ({"secret": "\ud800"}, ["surrogates"]),
+    ({"trace": 5}, ["trace=5", "file or folder"]),
+    ({"writable": "no"}, ["writable='no'", "True or False"]),
+    ({"wait": "no"}, ["wait='no'", "True or False"]),
+    ({"reconnect": 1}, ["reconnect=1", "True or False"]),
 ]
 
 NAMES: list[tuple[Any, list[str]]] = [
@@ -695,3 +709,65 @@ async def test_another_user_is_refused_by_the_kernels_word(peers: Peers) -> None
     ) as exporter:
         await stranger.call(steps.connect, "@users", 0)
         await stranger.call(steps.leave)
+
+
+# -- what was said of whom, and waits for what can never come -------------------------------------
+
+
+async def test_a_wait_for_more_ranks_than_there_are_is_refused() -> None:
+    """Kills: a wait for ever, for consumers of whom there can be no more."""
+    async with open_pair() as pair:
+        for count, said in (
+            (2, "consumer_count=1"),
+            (-1, "0 or more"),
+            ("2", "int"),
+            (None, "int"),
+        ):
+            with pytest.raises(ArgumentError) as caught, anyio.fail_after(5):
+                await pair.exporter.wait_attached(count)  # type: ignore[arg-type]  # on purpose
+            words(caught.value, said)
+        await pair.exporter.wait_attached(1)
+
+
+async def test_a_name_is_refused_where_consumers_have_ranks() -> None:
+    """Kills: a ``member`` that an exporter of ranks takes no notice of."""
+    async with asyncvmm.open_exporter("@ranks", device="cpu", pool_bytes="4KiB") as exporter:
+        with pytest.raises(asyncvmm.RankError) as caught:
+            async with asyncvmm.connect("@ranks", rank=0, member="ada"):
+                pass
+        words(caught.value, "without member='ada'")
+        async with asyncvmm.connect("@ranks", rank=0):
+            await exporter.wait_attached(1)
+
+
+@pytest.mark.parametrize("owners", [None, 5, {"x": torch.ones(3)}, iter([ONE])], ids=by_name)
+async def test_what_is_no_sequence_of_owners_is_not_exported(owners: Any) -> None:
+    """Kills: a look at the owners before what they are is known."""
+    async with open_pair() as pair:
+        error = await unchanged(pair, lambda: pair.exporter.export_all(owners), ArgumentError)
+        words(error, "owners are a sequence")
+
+
+async def test_what_is_no_group_and_no_exporter_is_refused() -> None:
+    """Kills: an AttributeError from deep inside, for an argument of the wrong kind."""
+    async with open_pair() as pair:
+        tickets = await pair.exporter.export(ONE)
+        for group in (5, (0, 1), Group(0)):
+            with pytest.raises(ArgumentError, match="AttentionGroup"):
+                await pair.consumer.reconstruct(tickets["x"], group=group)  # type: ignore[arg-type]  # on purpose
+            with pytest.raises(ArgumentError, match="AttentionGroup"):
+                pair.consumer.acknowledge(tickets["x"], group=group)  # type: ignore[arg-type]  # on purpose
+        pair.consumer.acknowledge(tickets["x"])
+        await tickets.acknowledgement
+        with pytest.raises(ArgumentError, match=r"open_exporter\(\) gives, got a .*Consumer"):
+            FeatureTransport(pair.consumer)  # type: ignore[arg-type]  # on purpose
+
+
+async def test_too_many_features_are_counted_before_any_is_looked_at() -> None:
+    """Kills: minutes of the event loop for an owner that is refused by its size anyway."""
+    features: Any = {str(n): None for n in range(2000)}
+    async with open_pair() as pair:
+        with pytest.raises(ArgumentError, match="at most 1024 features, got 2000"):
+            await pair.exporter.send(features)
+        with pytest.raises(ArgumentError, match="at most 1024 features, got 2000"):
+            pair.exporter.reserve(features)

@@ -23,7 +23,7 @@ from asyncvmm._io.names import check, resolve
 from asyncvmm._io.threads import in_thread, made_in_thread
 from asyncvmm._io.timeline import Timeline
 from asyncvmm._tensors import DevicePort, check_device, open_port, preload
-from asyncvmm._types import check_ids, is_int
+from asyncvmm._types import check_bool, check_ids, is_int
 
 ConsumerT = TypeVar("ConsumerT", Consumer, ReconnectingConsumer)
 
@@ -120,15 +120,15 @@ class connect(Generic[ConsumerT]):
             rank=rank,
             name=member,
             kind=kind,
-            writable=writable,
+            writable=check_bool(writable, "writable"),
             window=prefetch,
             secret=check_secret(secret),
         )
         self._greeting = wire.encode_greeting(self._hello)  # refuses what is out of bounds
         self._users = frozenset((os.geteuid(), 0, *check_ids(allow_uids, "allow_uids")))
-        self._wait = wait
+        self._wait = check_bool(wait, "wait")
         self._busy_poll = check_busy_poll(busy_poll)
-        self._reconnect = reconnect
+        self._reconnect = check_bool(reconnect, "reconnect")
         self._timeline = None if trace is None else Timeline(trace)
         self._port = _port
         self._consumer: Consumer | ReconnectingConsumer | None = None

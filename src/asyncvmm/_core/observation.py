@@ -142,7 +142,10 @@ class Snapshot(msgspec.Struct, array_like=True, frozen=True, tag=21):
 def check_secret(secret: object) -> bytes:
     """Return a secret as bytes; refuse one that the other end would refuse."""
     if isinstance(secret, str):
-        secret = secret.encode("utf-8", "surrogateescape")
+        try:
+            secret = secret.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError as error:
+            raise ArgumentError(f"a secret is text without lone surrogates: {error}") from None
     if not isinstance(secret, bytes):
         raise ArgumentError(f"a secret is text or bytes, got a {type(secret).__name__}")
     if len(secret) > MAX_SECRET:

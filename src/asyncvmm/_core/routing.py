@@ -44,6 +44,13 @@ class Ranks:
                 rank=None,
                 consumer_count=count,
             )
+        if name is not None:
+            raise RankError(
+                f"this exporter's consumers have ranks, 0 to {count - 1}, and no names; connect "
+                f"without member={name!r:.80}",
+                rank=None,
+                consumer_count=count,
+            )
         if not 0 <= rank < count:
             raise RankError(
                 f"rank {rank} is out of range: this exporter has consumer_count={count}, so "

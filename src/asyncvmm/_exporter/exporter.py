@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from asyncvmm._core.routing import To
+from asyncvmm._core.routing import Ranks, To
+from asyncvmm._errors import ArgumentError
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
 from asyncvmm._exporter.explaining import Explanation, explain
 from asyncvmm._exporter.exporting import Exporting
 from asyncvmm._exporter.reporting import report
 from asyncvmm._exporter.reservation import Reservation
 from asyncvmm._exporter.statistics import PoolStatistics
-from asyncvmm._types import Key, TensorSpec
+from asyncvmm._types import Key, TensorSpec, is_int
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Tensor
@@ -139,6 +140,17 @@ class Exporter(Exporting):
             await self._until_idle()
 
     async def wait_attached(self, count: int) -> None:
-        """Wait until ``count`` consumers are attached at once.  Sending need not wait for it."""
+        """Wait until ``count`` consumers are attached at once.  Sending need not wait for it.
+
+        Raises ArgumentError for more than the ranks of a Broadcast, who can never be here at once.
+        """
+        if not is_int(count) or count < 0:
+            raise ArgumentError(f"count={count!r} must be an int of 0 or more: how many consumers")
         self._guard()
+        route = self._core.route
+        if isinstance(route, Ranks) and count > route.consumer_count:
+            raise ArgumentError(
+                f"count={count} consumers can never be attached at once: this exporter has "
+                f"consumer_count={route.consumer_count}"
+            )
         await self._connections.wait_attached(count, self._guard)

@@ -13,7 +13,7 @@ from asyncvmm._core.ledger import Record
 from asyncvmm._core.routing import To
 from asyncvmm._errors import ForkError
 from asyncvmm._exporter.acknowledgement import Acknowledgement, Require
-from asyncvmm._exporter.several import Several, one_each
+from asyncvmm._exporter.several import Several, count_of, one_each
 from asyncvmm._exporter.terms import Terms
 from asyncvmm._io.threads import in_thread
 from asyncvmm._ticket import PROOF_BYTES, OwnerTicket, Ticket, Tickets, check_owner
@@ -91,7 +91,7 @@ class Exporting(Several):
         cancellation, those that were exported are cancelled.
         """
         plans = []
-        for features, key in zip(owners, one_each("keys", keys, len(owners)), strict=True):
+        for features, key in zip(owners, one_each("keys", keys, count_of(owners)), strict=True):
             plan, terms = self._provable(features, key, None, to, require)
             to = terms.to  # which can be read once more, whatever was given
             plans.append((plan, terms))

@@ -35,7 +35,7 @@ from asyncvmm._tensors import (
     check_handle_type,
     open_port,
 )
-from asyncvmm._types import MAX_SLOTS, Broadcast, Compete, Route, is_int, parse_bytes
+from asyncvmm._types import MAX_SLOTS, Broadcast, Compete, Route, check_bool, is_int, parse_bytes
 
 logger = logging.getLogger("asyncvmm.exporter")
 
@@ -106,8 +106,8 @@ class open_exporter:
         self._slots = slots
         self._route = route
         self._shrink_after = _seconds(shrink_after, "shrink_after")
-        self._writable = writable
-        self._debug = debug
+        self._writable = check_bool(writable, "writable")
+        self._debug = check_bool(debug, "debug")
         self._access = Access(allow_uids, allow_gids, secret)
         self._handle_type: HandleType = handle_type
         self._close_timeout = _seconds(close_timeout, "close_timeout")

@@ -93,9 +93,7 @@ class Several(Lending):
         require: Require,
     ) -> Parcels:
         """Check and lay out everything before anything is taken."""
-        if not isinstance(owners, Sequence):
-            raise ArgumentError(f"owners are a sequence of mappings, got {owners!r:.80}")
-        count = len(owners)
+        count = count_of(owners)
         names = one_each("keys", keys, count)
         notes = one_each("metadata", metadata, count)
         parcels = []
@@ -195,6 +193,13 @@ def _pieces(places: list[tuple[int, Plan]]) -> Iterator[list[tuple[int, Plan]]]:
             yield places[first:number]
             first, features = number, len(plan.tensors)
     yield places[first:]
+
+
+def count_of(owners: Sequence[Mapping[str, Tensor]]) -> int:
+    """Return how many owners were given; refuse what is no sequence of them."""
+    if not isinstance(owners, Sequence):
+        raise ArgumentError(f"owners are a sequence of mappings, got {owners!r:.80}")
+    return len(owners)
 
 
 def one_each(what: str, given: Sequence[T], count: int) -> Sequence[T | None]:

@@ -55,8 +55,12 @@ class Timeline:
     """What one end notes.  Nothing here waits, and nothing grows without bound."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._given = os.fspath(path)
+        if not isinstance(path, str | os.PathLike) or not (given := os.fspath(path)):
+            raise ArgumentError(f"trace={path!r} is no path; give the path of a file or folder")
+        if not isinstance(given, str) or "\0" in given:
+            raise ArgumentError(f"trace={path!r} is no path: it is text without NUL")
+        self.path = Path(given)
+        self._given = given
         self._file: OwnedFd | None = None  # open and locked for as long as it is ours
         self._made = False  # by us, under a name of its own
         self.title = ""

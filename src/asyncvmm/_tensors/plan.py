@@ -45,13 +45,6 @@ class Layout:
     def __init__(
         self, features: list[Feature], sizes: list[int], device: torch.device | None = None
     ) -> None:
-        if not features:
-            raise ArgumentError("an owner needs at least one feature; got an empty mapping")
-        if len(features) > MAX_FEATURES:
-            raise ArgumentError(
-                f"an owner may have at most {MAX_FEATURES} features, got {len(features)}; send "
-                f"them as several owners"
-            )
         self.described = features_bytes(features)
         """Bytes that the features take in a message."""
         self.features = features
@@ -95,15 +88,16 @@ def plan_tensors(features: Mapping[str, Tensor]) -> Plan:
             raise _no_mapping(features)
         features = dict(features)  # looked up once: who knows what comes the second time
     tensors = (*features.values(),)
-    key: tuple[object, ...] = (*features,)
+    facts: list[object] = [*features]  # not a tuple: that is copied by each +=
     try:
         for tensor in tensors:
             if not isinstance(tensor, Tensor) or tensor.layout is not _STRIDED:
                 _describe(features)  # names the one
-            key += (tensor.dtype, tensor.shape, tensor.device)
-        layout = _layouts.get(key)
+            facts += (tensor.dtype, tensor.shape, tensor.device)
+        layout = _layouts.get(key := (*facts,))
     except (TypeError, RuntimeError):  # a name that is no text, or no one shape
-        layout = None
+        _describe(features)  # says which
+        raise
     if layout is None:
         layout = _remember(key, _describe(features))
     return Plan(layout, layout.nbytes, tensors)
@@ -199,6 +193,13 @@ def _items(features: Mapping[str, object]) -> list[tuple[str, object]]:
     found: list[tuple[str, object]] = []
     if not isinstance(features, Mapping):
         raise _no_mapping(features)
+    if not features:
+        raise ArgumentError("an owner needs at least one feature; got an empty mapping")
+    if len(features) > MAX_FEATURES:
+        raise ArgumentError(
+            f"an owner may have at most {MAX_FEATURES} features, got {len(features)}; send "
+            f"them as several owners"
+        )
     name: object
     for name, feature in features.items():
         if not isinstance(name, str) or not 0 < len(name) <= 1024:

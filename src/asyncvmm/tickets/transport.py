@@ -57,6 +57,11 @@ class FeatureTransport:
     def __init__(self, exporter: Exporter, *, on_full: OnFull = "wait") -> None:
         if on_full not in ("wait", "host", "raise"):
             raise ArgumentError(f"on_full={on_full!r} is unknown; give 'wait', 'host' or 'raise'")
+        if not isinstance(exporter, Exporter):
+            raise ArgumentError(
+                f"a FeatureTransport takes the exporter that asyncvmm.open_exporter() gives, got a "
+                f"{type(exporter).__module__}.{type(exporter).__name__}"
+            )
         self._exporter = exporter
         self._on_full: OnFull = on_full
         self._at_work = 0
