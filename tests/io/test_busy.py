@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Callable
 
@@ -85,7 +86,7 @@ def slept_before(busy: Busy, hand: Hand, seconds: float) -> int:
     slept = 0
     while not answer(busy, hand, seconds):
         slept += 1
-        assert slept < 1000, "it never turns"
+        assert slept <= module.REST, "it never turns"
     return slept
 
 
@@ -144,15 +145,33 @@ SLOW = 200e-6
 
 
 def test_it_rests_where_answers_come_no_quicker_for_it(hand: Hand) -> None:
-    """Kills: a core that turns for a GPU which is shared in turns of its own; a rest for ever.
+    """Twice as long after each trial in vain, and then always a thirtieth of the time.
 
-    Also: a rest that begins at once, before it can be known.
+    Kills: a core that turns for a GPU which is shared in turns of its own; a rest for ever; one
+    that begins at once, before it can be known; one that is as long after one slow moment.
     """
     busy = taught(hand, SLOW)
-    turned = [answer(busy, hand, SLOW) > 0 for _ in range(2 * module.REST)]
-    assert turned.count(True) <= 2 * module.TRIAL + 2
-    first = turned.index(True, module.TRIAL)
-    assert all(turned[first : first + module.TRIAL])
+    turned = [answer(busy, hand, SLOW) > 0 for _ in range(5 * module.REST)]
+    runs = [(on, len(list(run))) for on, run in itertools.groupby(turned)]
+    trials = [count for on, count in runs[1:-1] if on]
+    rests = [count for on, count in runs[:-1] if not on]
+    assert trials == pytest.approx([module.TRIAL] * len(trials), abs=1)
+    assert rests[:7] == pytest.approx([module.TRIAL << n for n in range(6)] + [module.REST], abs=1)
+
+
+def test_rests_are_short_again_once_a_trial_was_not_in_vain(hand: Hand) -> None:
+    """The other end rested too, or the machine was slow for a moment.
+
+    Kills: rests that only become longer.
+    """
+    busy = taught(hand, SLOW)
+    for _ in range(2 * module.REST):
+        answer(busy, hand, SLOW)
+    slept_before(busy, hand, SLOW)
+    for _ in range(module.TRIAL):
+        assert answer(busy, hand, QUICK)
+    assert not all(answer(busy, hand, SLOW) for _ in range(2 * module.TRIAL))
+    assert slept_before(busy, hand, SLOW) <= module.TRIAL
 
 
 def test_it_goes_on_where_answers_come_quicker_for_it(hand: Hand) -> None:

@@ -48,7 +48,9 @@ QUICK_SECONDS = 100e-6
 """Answers that take no longer may be turned for in any case."""
 
 REST = 4096
-"""Answers that are slept on then, so that trials cost a thirtieth of a core at most."""
+"""Answers that are slept on then, so that trials cost a thirtieth of a core at most.  The first
+rest is as long as a trial, and each one after a trial in vain twice as long as the last: both ends
+must turn to gain all of it, and a moment in which the machine was slow says nothing for long."""
 
 SHARE = 8
 """What one answer counts for: an eighth of what all before it do."""
@@ -65,8 +67,8 @@ class Busy:
     """
 
     __slots__ = (
-        "_before", "_longest", "_loop", "_rest", "_since", "_slow", "_trial", "_turning", "_turns",
-        "_until", "_usual", "_waiting", "_worth",
+        "_before", "_longest", "_loop", "_next_rest", "_rest", "_since", "_slow", "_trial",
+        "_turning", "_turns", "_until", "_usual", "_waiting", "_worth",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +83,7 @@ class Busy:
         self._usual = self._slow = 2 * longest  # nothing is known yet
         self._before = 0.0  # what was usual when it began to turn
         self._trial = self._rest = 0  # answers that were turned for; those still to be slept on
+        self._next_rest = TRIAL
         self._waiting = 0
         self._since: float | None = None  # when the wait for the next packet began
         self._until = 0.0
@@ -119,8 +122,13 @@ class Busy:
     def _judge(self) -> None:
         """Count an answer that was turned for, and rest where so many came no quicker."""
         self._trial = trial = self._trial + 1
-        if trial % TRIAL == 0 and self._usual > max(QUICK_SECONDS, GAIN * self._before):
-            self._rest, self._before = REST, 0.0
+        if trial % TRIAL:
+            return
+        if self._usual > max(QUICK_SECONDS, GAIN * self._before):
+            self._rest, self._before = self._next_rest, 0.0
+            self._next_rest = min(2 * self._next_rest, REST)
+        else:
+            self._next_rest = TRIAL
 
     def _expect(self, now: float) -> None:
         self._since = self._until = now
