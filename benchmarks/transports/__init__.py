@@ -21,6 +21,7 @@ MODULES = {
     "floor": "floor:Floor",
     "floor_reserve": "floor:FloorReserve",
     "floor_loop": "floor:FloorLoop",
+    "floor_turning": "floor_turning:FloorTurning",
     "floor_thread": "floor:FloorThread",
     "ping_pong": "floor:PingPong",
     "plain_copy": "plain_copy:PlainCopy",

@@ -43,7 +43,7 @@ def test_every_transport_hands_over_what_it_was_given(
     names = list(MODULES)
     seen = run(*names, workload=workload)
     skipped = {skip["transport"] for skip in seen.skipped}
-    assert skipped <= OPTIONAL | {"plain_copy"}
+    assert skipped <= OPTIONAL | {"plain_copy", "floor_turning"}
     for name in names:
         if name not in skipped:
             check(seen, name)
@@ -61,6 +61,11 @@ def test_each_kind_of_workload_gives_its_numbers(run: Callable[..., Run]) -> Non
     row = run("asyncvmm", workload=WORKLOADS["allocator_10"]).row("asyncvmm")
     assert row["p50_us"] > 0
     assert row["wrong"] == 0
+
+
+@pytest.mark.slow
+def test_loops_that_never_sleep_hand_over_one_at_a_time(run: Callable[..., Run]) -> None:
+    check(run("floor_turning", workload=replace(TINY, depth=1)), "floor_turning")
 
 
 @pytest.mark.slow
