@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import asyncvmm
-from asyncvmm import TensorSpec, blocking
+from asyncvmm import TensorSpec, blocking, tickets
+from asyncvmm.testing import open_pair
 from asyncvmm.tickets import FeatureItem, FeatureRequest, FeatureTransport
 from asyncvmm.tickets.transport import OnFull
 from tests.blocking.conftest import loop_threads
@@ -441,3 +442,24 @@ def test_requests_are_restored_and_abandoned_by_a_plain_loop(name: str) -> None:
             blocking.restore_features(consumer, requests, timeout=SECONDS)
     with pytest.raises(asyncvmm.ClosedError):
         blocking.restore_features(consumer, requests)
+
+
+async def test_the_two_kinds_of_consumers_are_not_taken_for_each_other() -> None:
+    """ArgumentError says which function is for which, and no ticket is redeemed for nothing.
+
+    Kills: an owner that is redeemed and released before the wrong kind of consumer is noticed.
+    """
+    async with open_pair() as pair:
+        request = FeatureRequest([FeatureItem("image", torch.ones(3))])
+        await FeatureTransport(pair.exporter).prepare_for_dispatch([request])
+        with pytest.raises(asyncvmm.ArgumentError, match=r"asyncvmm\.tickets"):
+            blocking.restore_features(pair.consumer, [request])  # type: ignore[arg-type]  # on purpose
+        with pytest.raises(asyncvmm.ArgumentError, match=r"asyncvmm\.tickets"):
+            blocking.abandon_features(pair.consumer, [request])  # type: ignore[arg-type]  # on purpose
+        other: Any = blocking.Consumer.__new__(blocking.Consumer)
+        with pytest.raises(asyncvmm.ArgumentError, match=r"asyncvmm\.blocking"):
+            await tickets.restore_features(other, [request])
+        with pytest.raises(asyncvmm.ArgumentError, match=r"asyncvmm\.blocking"):
+            tickets.abandon_features(other, [request])
+        await tickets.restore_features(pair.consumer, [request])
+        assert torch.equal(request.items[0].feature, torch.ones(3))

@@ -354,3 +354,10 @@ def test_the_dashboard_asks_only_for_metrics_and_labels_there_are() -> None:
         "asyncvmm_handoff_seconds",
         "asyncvmm_consumer_oldest_seconds",
     } <= asked
+
+
+@pytest.mark.parametrize("thing", [None, 5, "vision"])
+async def test_metrics_of_what_is_no_exporter_are_refused(thing: Any) -> None:
+    """Kills: a collector that fails at each scrape, for what it was given long ago."""
+    with pytest.raises(asyncvmm.ArgumentError, match="an exporter of asyncvmm"):
+        ExporterMetrics(thing)

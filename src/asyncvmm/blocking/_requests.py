@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from asyncvmm import tickets
+from asyncvmm._errors import ArgumentError
 from asyncvmm._groups import AttentionGroup
 from asyncvmm.blocking._consumer import Consumer
 
@@ -26,6 +27,7 @@ def restore_features(
     the calling thread unless another is given.  What was restored before an error, the
     ``timeout`` or an interruption stays restored; call it again, or :func:`abandon_features`.
     """
+    _check(consumer)
     consumer._check()
     restore = partial(
         tickets.restore_features,
@@ -46,8 +48,18 @@ def abandon_features(
     group: AttentionGroup | None = None,
 ) -> None:
     """Release every owner that requests still have tickets of, unread; again is a no-op."""
+    _check(consumer)
 
     async def abandon() -> None:
         tickets.abandon_features(consumer._consumer, requests, count=count, group=group)
 
     consumer._run(abandon)
+
+
+def _check(consumer: object) -> None:
+    if not isinstance(consumer, Consumer):
+        raise ArgumentError(
+            f"a consumer that asyncvmm.blocking.connect() gives is asked for, got a "
+            f"{type(consumer).__module__}.{type(consumer).__name__}; for one of asyncvmm.connect() "
+            f"there are functions of the same names in asyncvmm.tickets"
+        )

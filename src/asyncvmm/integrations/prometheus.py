@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
+from asyncvmm._errors import ArgumentError
 from asyncvmm._exporter.exporter import Exporter
 from asyncvmm._exporter.latencies import BOUNDS, Latencies
 from asyncvmm._exporter.statistics import ConsumerStatistics, PoolStatistics
@@ -53,6 +54,11 @@ class ExporterMetrics(Collector):
         """
         if isinstance(exporter, BlockingExporter):
             found = exporter._exporter, exporter._thread._loop
+        elif not isinstance(exporter, Exporter):
+            raise ArgumentError(
+                f"an exporter of asyncvmm or asyncvmm.blocking is asked for, got a "
+                f"{type(exporter).__module__}.{type(exporter).__name__}"
+            )
         else:
             found = exporter, asyncio.get_running_loop()
         self._exporters[exporter] = found

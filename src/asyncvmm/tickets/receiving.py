@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncvmm._consumer.consumer import Consumer
 from asyncvmm._consumer.reconnecting import ReconnectingConsumer
+from asyncvmm._errors import ArgumentError
 from asyncvmm._groups import AttentionGroup
 from asyncvmm._ticket import Ticket
 from asyncvmm.tickets.requests import owners, places
@@ -26,6 +27,7 @@ async def restore_features(
     arguments are those of ``Consumer.reconstruct``, and so are the errors.  What was restored
     before an error or a cancellation stays restored; call it again, or :func:`abandon_features`.
     """
+    _check(consumer)
     for request in requests:
         for place in places(request):
             value = place.get()
@@ -45,5 +47,15 @@ def abandon_features(
     group: AttentionGroup | None = None,
 ) -> None:
     """Release every owner that requests still have tickets of, unread; again is a no-op."""
+    _check(consumer)
     for ticket in owners(requests).values():
         consumer.acknowledge(ticket.owner, count=count, group=group)
+
+
+def _check(consumer: object) -> None:
+    if not isinstance(consumer, Consumer | ReconnectingConsumer):
+        raise ArgumentError(
+            f"a consumer that asyncvmm.connect() gives is asked for, got a "
+            f"{type(consumer).__module__}.{type(consumer).__name__}; for one of asyncvmm.blocking "
+            f"there are functions of the same names"
+        )
