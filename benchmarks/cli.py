@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import signal
 import sys
 from contextlib import ExitStack, suppress
@@ -28,12 +30,16 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="measure")
     run.add_argument("--transports", default="all", help="names with commas (see list)")
     run.add_argument("--workloads", default="all", help="names with commas, or * patterns")
-    run.add_argument("--device", default="cpu", help="where payloads live: cpu or cuda:N")
-    run.add_argument("--consumer-device", default="", help="where they are used; the same")
+    run.add_argument(
+        "--device", type=_device, default="cpu", help="where payloads live: cpu or cuda:N"
+    )
+    run.add_argument(
+        "--consumer-device", type=_device, default="", help="where they are used; the same"
+    )
     run.add_argument("--loop", choices=("uvloop", "asyncio", "both"), default="uvloop")
-    run.add_argument("--rounds", type=int, default=3)
-    run.add_argument("--seconds", type=float, default=0.2, help="per lane and round")
-    run.add_argument("--patience", type=float, default=30.0, help="seconds until a lane is out")
+    run.add_argument("--rounds", type=_count, default=3)
+    run.add_argument("--seconds", type=_seconds, default=0.2, help="per lane and round")
+    run.add_argument("--patience", type=_seconds, default=30.0, help="seconds until a lane is out")
     run.add_argument("--json", type=Path, required=True, help="the result file")
     run.set_defaults(do=_run)
     merge = commands.add_parser("merge", help="join the result files of a run taken in parts")
@@ -55,6 +61,25 @@ def _parser() -> argparse.ArgumentParser:
     trace.set_defaults(do=_trace)
     commands.add_parser("list", help="name transports and workloads").set_defaults(do=_list)
     return parser
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is no time: seconds, more than 0")
+
+
+def _device(text: str) -> str:
+    if re.fullmatch(r"cpu|cuda:\d+|", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device: cpu or cuda:N")
+    return text
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -22,12 +22,15 @@ HEAD = (
 
 
 def read(path: Path) -> Result:
-    """Return a result file; raise ValueError if it is of another schema."""
-    result: Result = json.loads(path.read_text())
-    if result.get("schema") != SCHEMA:
-        raise ValueError(
-            f"{path} has schema {result.get('schema')!r}, this report reads {SCHEMA}; "
-            f"run the benchmarks again"
+    """Return a result file; end the program with a line if it is none, or of another schema."""
+    try:
+        result: Result = json.loads(path.read_text())
+        schema = result.get("schema")
+    except (OSError, ValueError, AttributeError) as error:
+        raise SystemExit(f"{path} is no result file: {error}") from None
+    if schema != SCHEMA:
+        raise SystemExit(
+            f"{path} has schema {schema!r}, this report reads {SCHEMA}; run the benchmarks again"
         )
     return result
 

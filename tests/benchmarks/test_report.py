@@ -237,7 +237,7 @@ def test_parts_of_different_runs_are_not_joined(name: str) -> None:
 def test_a_result_file_of_another_schema_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "old.json"
     file.write_text('{"schema": 0, "rows": []}')
-    with pytest.raises(ValueError, match="schema 0"):
+    with pytest.raises(SystemExit, match="schema 0"):
         main(["targets", str(file)])
 
 
@@ -253,3 +253,29 @@ def test_a_bar_says_what_was_skipped(capsys: pytest.CaptureFixture[str]) -> None
 def test_plain_tables_line_up() -> None:
     text = plain("title", ("name", "n"), [("a", "10"), ("bcdefg", "9")])
     assert text == "title\nname     n\na       10\nbcdefg   9\n\n"
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["--rounds 0", "--rounds 1.5", "--seconds -1", "--seconds nan", "--patience 0", "--device gpu"],
+)
+def test_what_cannot_be_measured_is_refused(
+    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kills: a run that measures nothing, and says so by nothing or by a division by zero."""
+    with pytest.raises(SystemExit):
+        main(["run", "--transports", "plain_copy", "--workloads", "reuse", *given.split(),
+              "--json", str(tmp_path / "out.json")])  # fmt: skip
+    assert given.split()[1] in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", [None, "", "x", "[]", "{}"])
+@pytest.mark.parametrize("command", ["report", "targets"])
+def test_what_is_no_result_file_is_named(command: str, text: str | None, tmp_path: Path) -> None:
+    """Kills: a traceback for a file that is not there, or not a result."""
+    path = tmp_path / "result.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit, match=r"result\.json (is no result file|has schema None)"):
+        main([command, str(path)])
