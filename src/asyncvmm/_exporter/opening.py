@@ -66,7 +66,8 @@ class open_exporter:
     has ended.  Leaving it with an exception hangs up at once.
 
     Bad arguments raise ArgumentError here, at once.  Entering raises NameInUseError,
-    PoolMemoryError or another BackendError, and keeps nothing.
+    PoolMemoryError or another BackendError, and keeps nothing.  Cancelled, it ends once the pool
+    that a thread is preparing is there and given back: seconds, for some GiB of host memory.
     """
 
     def __init__(
