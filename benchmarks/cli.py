@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import signal
 import sys
@@ -40,6 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--rounds", type=_count, default=3)
     run.add_argument("--seconds", type=_seconds, default=0.2, help="per lane and round")
     run.add_argument("--patience", type=_seconds, default=30.0, help="seconds until a lane is out")
+    run.add_argument(
+        "--cores", type=_cores, default=(), help="what the sides may use, in turn: 0-7:8-15; all"
+    )
     run.add_argument("--json", type=Path, required=True, help="the result file")
     run.set_defaults(do=_run)
     merge = commands.add_parser("merge", help="join the result files of a run taken in parts")
@@ -76,6 +80,22 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no time: seconds, more than 0")
 
 
+def _cores(text: str) -> tuple[frozenset[int], ...]:
+    allowed = os.sched_getaffinity(0)
+    sets = []
+    for part in text.split(":"):
+        ends = [re.fullmatch(r"(\d+)(?:-(\d+))?", span) for span in part.split(",")]
+        if None in ends:
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of cores: 0-7:8-15, 0,2:1,3")
+        cores = frozenset(
+            core for end in ends if end for core in range(int(end[1]), int(end[2] or end[1]) + 1)
+        )
+        if not cores or cores - allowed:
+            raise argparse.ArgumentTypeError(f"{part!r} is not of the cores {sorted(allowed)}")
+        sets.append(cores)
+    return tuple(sets)
+
+
 def _device(text: str) -> str:
     if re.fullmatch(r"cpu|cuda:\d+|", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no device: cpu or cuda:N")
@@ -96,6 +116,7 @@ def _run(options: argparse.Namespace) -> int:
         rounds=options.rounds,
         seconds=options.seconds,
         patience=options.patience,
+        cores=options.cores,
     )
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.touch()  # a place that cannot be written is found out now
@@ -107,6 +128,7 @@ def _run(options: argparse.Namespace) -> int:
             "consumer_device": asked.consumer_device or asked.device,
             "rounds": asked.rounds,
             "seconds": asked.seconds,
+            "cores": [sorted(cores) for cores in asked.cores],
         },
     }
     signal.signal(signal.SIGTERM, _terminated)

@@ -39,6 +39,7 @@ class Options:
     rounds: int = 3
     seconds: float = 0.2
     patience: float = PATIENCE
+    cores: tuple[frozenset[int], ...] = ()
     folder: Path | None = None
     """Where lanes make their folders, if not where temporary files go.  Sockets need it short."""
 
@@ -134,6 +135,7 @@ class Conductor:
             device=device,
             consumer_device=self.options.consumer_device or device,
             work=workload.work,
+            cores=self.options.cores,
         )
 
     def _workload(self, workload: Workload) -> None:

@@ -41,6 +41,8 @@ class Setting:
     consumer_device: str = "cpu"
     work: float = 0.0
     """Seconds that a consumer sleeps over each hand-off."""
+    cores: tuple[frozenset[int], ...] = ()
+    """The processors that the producer and each consumer may use, in turn; none: all of them."""
 
     @property
     def on_gpu(self) -> bool:
