@@ -9,5 +9,7 @@ from __future__ import annotations
 def main() -> None:
     """Run the command line; the entry point of the ``asyncvmm`` script."""
     from asyncvmm.cli.app import app
+    from asyncvmm.cli.ends import told_of_a_full_disk
 
-    app()
+    with told_of_a_full_disk():
+        app()

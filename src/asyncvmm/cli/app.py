@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
+from asyncvmm import __version__
 from asyncvmm.cli.demo.command import demo
 from asyncvmm.cli.doctor.command import doctor
 from asyncvmm.cli.top.command import top
@@ -29,7 +29,7 @@ app.command()(doctor)
 def show_version(wanted: bool) -> None:
     """Print the version and leave, if that was asked for."""
     if wanted:
-        typer.echo(version("asyncvmm"))
+        typer.echo(__version__)
         raise typer.Exit
 
 

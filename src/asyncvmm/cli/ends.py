@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
+import sys
 from collections.abc import Iterator
 
 import typer
@@ -16,6 +19,8 @@ INTERRUPTED = 130
 """As shells have it: 128 + SIGINT."""
 TERMINATED = 143
 """128 + SIGTERM."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -36,6 +41,29 @@ def in_one_line() -> Iterator[None]:
             raise
         status = MISUSED if isinstance(cause, ArgumentError) else FAILED
         _leave(f"{type(cause).__name__}: {cause}", status)
+
+
+@contextlib.contextmanager
+def told_of_a_full_disk() -> Iterator[None]:
+    """Turn an output that takes no more into a line and an exit status, like any other failure."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # here, where the error can be told, and not as Python ends
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _forget_output()
+        sys.stderr.write(f"asyncvmm: cannot write the result: {error}\n")
+        sys.exit(FAILED)
+
+
+def _forget_output() -> None:
+    """Send what is still buffered nowhere: Python writes it as it ends, and fails again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -1,0 +1,39 @@
+"""How the commands end where their output cannot be written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import asyncvmm
+
+FULL = Path("/dev/full")
+
+
+def run(*arguments: str, into: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command with its output there, or caught."""
+    command = [sys.executable, "-m", "asyncvmm.cli", *arguments]
+    if into is None:
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+    with into.open("w") as output:
+        return subprocess.run(
+            command, stdout=output, stderr=subprocess.PIPE, text=True, check=False
+        )
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, which Linux has")
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["doctor", "--json"]])
+def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
+    """Kills: a traceback, and a second failure when Python writes what was left as it ends."""
+    done = run(*arguments, into=FULL)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "asyncvmm: cannot write the result: [Errno 28] No space left on device\n"
+    )
+
+
+def test_a_tree_that_is_not_installed_has_a_version_too() -> None:
+    assert run("--version").stdout == f"{asyncvmm.__version__}\n"
