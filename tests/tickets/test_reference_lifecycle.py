@@ -273,3 +273,12 @@ async def test_any_object_with_these_fields_is_a_request() -> None:
         await pair.exporter.drain()
         with pytest.raises(ArgumentError, match="items"):
             await transport.prepare_for_dispatch([item])
+        alone: Any = request
+        with pytest.raises(ArgumentError, match=r"OtherRequest; give one request as \[request\]"):
+            await transport.prepare_for_dispatch(alone)
+        with pytest.raises(ArgumentError, match="give one request"):
+            transport.cancel_for_dispatch(alone)
+        with pytest.raises(ArgumentError, match="give one request"):
+            await restore_features(pair.consumer, alone)
+        with pytest.raises(ArgumentError, match="give one request"):
+            abandon_features(pair.consumer, alone)

@@ -10,7 +10,7 @@ from asyncvmm._consumer.reconnecting import ReconnectingConsumer
 from asyncvmm._errors import ArgumentError
 from asyncvmm._groups import AttentionGroup
 from asyncvmm._ticket import Ticket
-from asyncvmm.tickets.requests import owners, places
+from asyncvmm.tickets.requests import each, owners, places
 
 
 async def restore_features(
@@ -28,7 +28,7 @@ async def restore_features(
     before an error or a cancellation stays restored; call it again, or :func:`abandon_features`.
     """
     _check(consumer)
-    for request in requests:
+    for request in each(requests):
         for place in places(request):
             value = place.get()
             if isinstance(value, Ticket):

@@ -66,6 +66,16 @@ def modality(item: Any) -> str:
     raise ArgumentError(f"an item's modality is a word, as 'image', or an enum of such; {found!r}")
 
 
+def each(requests: Iterable[Any]) -> Iterable[Any]:
+    """Return the requests of a batch; refuse what is none, such as one request by itself."""
+    if not isinstance(requests, Iterable):
+        raise ArgumentError(
+            f"a batch of requests is asked for, got a {type(requests).__name__}; give one request "
+            f"as [request]"
+        )
+    return requests
+
+
 def places(request: Any) -> Iterator[Place]:
     """Return every field of a request that holds something."""
     for item in items(request):
@@ -116,7 +126,7 @@ def parcels(request: Any, seen: set[tuple[int, str]]) -> list[list[Place]]:
 def owners(requests: Iterable[Any]) -> dict[tuple[bytes, int, int], Ticket]:
     """Return one ticket of each owner that the requests' fields refer to."""
     found: dict[tuple[bytes, int, int], Ticket] = {}
-    for request in requests:
+    for request in each(requests):
         for place in places(request):
             ticket = place.get()
             if isinstance(ticket, Ticket):

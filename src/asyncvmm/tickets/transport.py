@@ -13,7 +13,7 @@ from asyncvmm._errors import ArgumentError, ClosedError, OwnerTooLargeError, Wou
 from asyncvmm._exporter.exporter import Exporter
 from asyncvmm._exporter.exporting import Exported
 from asyncvmm._logs import Once, kind_of
-from asyncvmm.tickets.requests import Place, owners, parcels
+from asyncvmm.tickets.requests import Place, each, owners, parcels
 
 if TYPE_CHECKING:
     from asyncvmm._tensors.plan import Tensor
@@ -85,7 +85,7 @@ class FeatureTransport:
         """
         if self._closed:
             raise ClosedError("the transport was shut down")
-        batch = list(requests)
+        batch = list(each(requests))
         seen = set[tuple[int, str]]()
         found = [(request, places) for request in batch for places in parcels(request, seen)]
         self._at_work += 1
