@@ -60,10 +60,13 @@ async def test_a_rank_is_killed_in_the_middle_of_a_batch(peers: Peers) -> None:
         await ranks[0].call(steps.leave)
 
 
-async def test_a_competitor_is_killed_with_one_batch_taken_and_one_not(peers: Peers) -> None:
+async def test_a_competitor_is_killed_with_one_batch_taken_and_one_not(
+    peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
     """What it had taken is lost as a whole; what it had not goes to another as a whole.
 
-    Kills: a batch that is torn apart when it goes to another, and one that two begin.
+    Kills: a batch that is torn apart when it goes to another, one that two begin, and a log that
+    counts as lost what went to another.
     """
     options: dict[str, Any] = {"device": "cpu", "pool_bytes": "64KiB", "slots": 6}
     async with asyncvmm.open_exporter("pool", route=asyncvmm.Compete(), **options) as exporter:
@@ -75,6 +78,7 @@ async def test_a_competitor_is_killed_with_one_batch_taken_and_one_not(peers: Pe
         await other.call(steps.connect, "pool")
         await one.killed()
         assert [len(outcome.lost) for outcome in await outcomes(taken)] == [1] * 3
+        assert "died holding 3 owners" in caplog.text
         assert await other.call(steps.take, 1) == [3, 4, 5]
         await other.call(steps.give_back)
         assert [len(outcome.released) for outcome in await outcomes(untaken)] == [1] * 3

@@ -208,9 +208,10 @@ class Connections:
         if not conn.link.closed:
             conn.link.read_pending()
             conn.link.abort()
-        if peer.holds:
-            logger.warning("%s died holding %d owners", conn.who, len(peer.holds))
+        before = self._core.tally.lost
         self._core.died(peer.id)
+        if lost := self._core.tally.lost - before:  # what goes to another consumer is not
+            logger.warning("%s died holding %d owners", conn.who, lost)
         self._forget(conn)
         self._pump()
         self._gone(peer.id, True)
