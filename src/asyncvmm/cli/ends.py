@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import sys
 from collections.abc import Iterator
 
@@ -54,16 +53,8 @@ def told_of_a_full_disk() -> Iterator[None]:
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        _forget_output()
         sys.stderr.write(f"asyncvmm: cannot write the result: {error}\n")
         sys.exit(FAILED)
-
-
-def _forget_output() -> None:
-    """Send what is still buffered nowhere: Python writes it as it ends, and fails again."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def cause_of(error: BaseException) -> BaseException:
