@@ -27,7 +27,7 @@ def run(*arguments: str, into: Path | None = None) -> subprocess.CompletedProces
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, which Linux has")
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["doctor", "--json"]])
 def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
-    """Kills: a traceback; an output that is first flushed as Python ends."""
+    """Kills: a traceback."""
     done = run(*arguments, into=FULL)
     assert done.returncode == 1
     assert done.stderr == (

@@ -46,10 +46,7 @@ def in_one_line() -> Iterator[None]:
 def told_of_a_full_disk() -> Iterator[None]:
     """Turn an output that takes no more into a line and an exit status, like any other failure."""
     try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()  # here, where the error can be told, and not as Python ends
+        yield  # whatever a command prints is flushed with it
     except OSError as error:
         if error.errno not in _FULL:
             raise
