@@ -4,7 +4,8 @@
 # With two GPUs the consumer is on the same one first and on the other one then.
 # PARTS (of demo, bench, trace, tests) and CONSUMERS (GPU numbers) choose what is run;
 # MPS=1 runs it all under an MPS server of its own, which ends with it.
-# TRANSPORTS, WORKLOADS, ROUNDS, SECONDS_EACH and BENCH_LIMIT (seconds) narrow the benchmarks.
+# TRANSPORTS, WORKLOADS, ROUNDS, SECONDS_EACH and BENCH_LIMIT (seconds) narrow the benchmarks;
+# CORES (0:1) holds the sides of each lane to processors of their own.
 set -u
 out=$1
 python=${2:-python3}
@@ -48,7 +49,7 @@ for device in ${CONSUMERS:-0 $([ "$gpus" -gt 1 ] && echo 1)}; do
     note "benchmarks, consumer on cuda:$device"
     timeout -k 5 "${BENCH_LIMIT:-400}" "$python" -m benchmarks run "${where[@]}" \
       --transports "$transports" --workloads "$workloads" --rounds "${ROUNDS:-3}" \
-      --seconds "${SECONDS_EACH:-0.25}" --json "$out/bench-cuda$device.json" \
+      --seconds "${SECONDS_EACH:-0.25}" ${CORES:+--cores "$CORES"} --json "$out/bench-cuda$device.json" \
       >"$out/bench-cuda$device.log" 2>&1 </dev/null || status=1
     cat "$out/bench-cuda$device.log"
     "$python" -m benchmarks report "$out/bench-cuda$device.json" --no-plots </dev/null || status=1
