@@ -567,6 +567,55 @@ async def test_addresses_in_pieces_are_used_piece_by_piece() -> None:
             assert torch.equal(batch[0]["x"], chunk(256, 8)["x"])
 
 
+async def test_what_did_not_suffice_is_not_given_back_under_who_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An owner that fits only once another is back: the pool grows for it once, and keeps that.
+
+    A wait for a slot keeps nothing.  Kills: a segment that is given back as idle, grown again for
+    the same waiter, given back, and so on; one that is kept for whoever lacks no bytes.
+    """
+    looks = 0
+    look = Elastic._look
+
+    def counted(elastic: Elastic) -> None:
+        nonlocal looks
+        looks += 1
+        look(elastic)
+
+    monkeypatch.setattr(Elastic, "_look", counted)
+    async with open_pair(
+        pool_bytes=64 * KIB, max_pool_bytes=192 * KIB, slots=2, shrink_after=0.02
+    ) as pair:
+        exporter = pair.exporter
+        await exporter.send(chunk(32, 1))
+        waiting = asyncio.create_task(exporter.send(chunk(192, 2)))
+        await until(lambda: looks >= 5)
+        stats = check_books(exporter)
+        assert (stats.grown, stats.shrunk, stats.waiting) == (1, 0, 1)
+        (first,) = await take(pair, 1)
+        first.release()
+        await waiting
+        (second,) = await take(pair, 1)
+        assert torch.equal(second[0]["x"], chunk(192, 2)["x"])
+        second.release()
+        await until(lambda: exporter.statistics().segments == 1)
+
+        acks = [await exporter.send(chunk(size, size)) for size in (48, 64)]
+        batches = await take(pair, 2)
+        batches.pop().release()
+        await acks[1]
+        await exporter.send(chunk(8, 8))  # beside the first: the other segment is idle now
+        late = asyncio.create_task(exporter.send(chunk(8, 9)))
+        await until(lambda: len(exporter._room) == 1)
+        await until(lambda: exporter.statistics().segments == 1)
+        batches.pop().release()
+        await late
+        for batch in await take(pair, 2):
+            batch.release()
+        await exporter.drain()
+
+
 # -- segments that come and go while a consumer comes --------------------------------------------
 
 

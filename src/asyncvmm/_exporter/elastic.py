@@ -31,6 +31,7 @@ _COMING_SECONDS = 0.01
 class Elastic:
     """The segments of one exporter's pool.
 
+    ``needed`` says which sizes somebody waits for, if anybody does.
     ``room_made`` is called after each growth.  ``no_room`` is called when growing failed, with
     what says whether the pool can hold chunks of some sizes as it is, and why it got no larger.
     """
@@ -44,6 +45,7 @@ class Elastic:
         pool_bytes: int,
         max_pool_bytes: int,
         shrink_after: float,
+        needed: Callable[[], Sequence[int]],
         room_made: Callable[[], None],
         no_room: Callable[[Callable[[Sequence[int]], bool], AsyncVMMError], None],
     ) -> None:
@@ -56,6 +58,7 @@ class Elastic:
         self._region = region
         self._connections = connections
         self._shrink_after = shrink_after
+        self._needed = needed
         self._room_made = room_made
         self._no_room = no_room
         self._busy: asyncio.Task[None] | None = None
@@ -71,11 +74,15 @@ class Elastic:
         if (
             self._busy is None
             and not self._closed
-            and self._core.slots.free >= len(sizes)  # else what is lacking comes with them
+            and self._lacks_bytes(sizes)
             and self._core.bytes.capacity < self.max_pool_bytes
             and (not self._failed or not self._holds(sizes))
         ):
             self._busy = asyncio.get_running_loop().create_task(self._grow(sum(sizes)))
+
+    def _lacks_bytes(self, sizes: Sequence[int]) -> bool:
+        """Say whether it is bytes that a waiter lacks; slots come back with what they hold."""
+        return self._core.slots.free >= len(sizes)
 
     async def _grow(self, nbytes: int) -> None:
         # After shrinking, free addresses may lie in several pieces: fill one after the other.
@@ -162,8 +169,11 @@ class Elastic:
     def _look(self) -> None:
         """Give back a segment that no owner has touched for long enough; one at a time."""
         self._timer = None
-        if self._connections.coming():
-            self._schedule()  # a consumer waits for every segment that it was promised
+        needed = self._needed()
+        # A newcomer waits for every segment that it was promised; and what did not suffice for
+        # who waits now would only be grown again at once.
+        if self._connections.coming() or (needed and self._lacks_bytes(needed)):
+            self._schedule()
             return
         loop = asyncio.get_running_loop()
         now = loop.time()

@@ -197,6 +197,7 @@ class open_exporter:
             pool_bytes=self._pool_bytes,
             max_pool_bytes=self._max_pool_bytes,
             shrink_after=self._shrink_after,
+            needed=lambda: exporter._room.needed,
             room_made=exporter._room.wake,
             no_room=exporter._no_room,
         )
