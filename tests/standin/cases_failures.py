@@ -36,14 +36,14 @@ def create() -> CudaExporterRegion:
 
 
 @contextlib.contextmanager
-def catching(driver: Standin) -> Iterator[None]:
+def catching(driver: Standin) -> Iterator[list[BackendError]]:
     """Take an error that names the call that failed, if there is one."""
-    caught: BackendError | None = None
+    caught: list[BackendError] = []
     try:
-        yield
+        yield caught
     except BackendError as error:
-        caught = error
-    assert caught is None or caught.call == driver.failed()
+        caught.append(error)
+    assert all(error.call == driver.failed() for error in caught)
 
 
 def fail_each(
@@ -128,19 +128,37 @@ def test_grow(driver: Standin, exporter: CudaExporterRegion, code: int) -> None:
     fail_each(driver, code, prepare)
 
 
-def test_shrink(driver: Standin, exporter: CudaExporterRegion) -> None:
-    def prepare() -> Act:
+@pytest.mark.parametrize("side", ["exporter", "consumer"])
+def test_unmapping(
+    driver: Standin,
+    exporter: CudaExporterRegion,
+    consumer: CudaConsumerRegion,
+    side: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Planted bug: what fails after the unmap is told as if the segment were mapped still; it is
+    then unmapped once more where the next one is to be, which ends the link."""
+    mapped = exporter._range.mapped if side == "exporter" else consumer._range.mapped
+    names: list[str] = []
+    while names[-1:] != [""]:
         segment = exporter.grow(GRANULE)
-
-        def act() -> None:
-            if segment in exporter.segments():  # the failed call may have come after the unmap
-                exporter.shrink(segment.index)
-
-        return act
-
-    assert "cuMemUnmap" in fail_each(driver, UNKNOWN, prepare, keeps=True)
-    for segment in exporter.segments()[1:]:
-        exporter.shrink(segment.index)
+        if side == "consumer":
+            consumer.map(segment, exporter.export(segment.index))
+        unmap = exporter.shrink if side == "exporter" else consumer.unmap
+        caplog.clear()
+        driver.fail(len(names) + 1, UNKNOWN)
+        with catching(driver) as caught:
+            unmap(segment.index)
+        names.append(driver.failed())
+        driver.fail(0, 0)
+        driver.reset_thread()
+        assert bool(caught) == (segment.index in mapped), f"{names[-1]}: {caught}"
+        assert caught or names[-1] in caplog.text
+        if caught:
+            unmap(segment.index)
+        if side == "consumer":
+            exporter.shrink(segment.index)
+    assert {"cuCtxPushCurrent", "cuMemUnmap", "cuCtxPopCurrent"} <= set(names)
 
 
 @pytest.mark.parametrize("fabric", ["0", "800"])

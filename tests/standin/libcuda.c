@@ -586,9 +586,12 @@ CUresult cuEventCreate(void **event, unsigned flags) {
     if ((flags & INTERPROCESS) && interprocess_events() >= IPC_LIMIT) FAIL(OUT_OF_MEMORY);
     SLOT(opening, THINGS, i);
     SLOT(shared->event, EVENTS, j);
+    /* What waits for an earlier event here waits for what is over. */
     uint32_t generation = shared->event[j].generation + 1;
+    uint64_t recorded = shared->event[j].recorded;
     shared->event[j] = (Event){.used = 1, .owner_alive = 1, .device = visible[CURRENT],
-                               .owner = getpid(), .generation = generation};
+                               .owner = getpid(), .generation = generation,
+                               .recorded = recorded, .finished = recorded};
     opening[i] = (Opening){1, j, 0, (flags & INTERPROCESS) != 0};
     *event = (void *)(uintptr_t)(0xe0000 + i);
     LEAVE;

@@ -85,11 +85,17 @@ class DeviceRange(Single):
         self.mapped[segment.index] = segment
 
     def unmap(self, index: int) -> None:
-        """Unmap a segment that nothing reads or writes any more."""
+        """Unmap a segment that nothing reads or writes any more; on an error it is still mapped."""
         segment = self.mapped[index]
-        with self.context.working():
-            driver_memory.memory_unmap(self.address + segment.start, segment.nbytes)
-            del self.mapped[index]
+        try:
+            with self.context.working():
+                driver_memory.memory_unmap(self.address + segment.start, segment.nbytes)
+                del self.mapped[index]
+        except BackendError as error:
+            if index in self.mapped:
+                raise
+            # Nobody can try again what has been done.
+            logger.warning("segment %d was unmapped, and then: %s", index, error)
 
     def settle(self) -> None:
         """Block until the device is done with the range.  Only for threads that may block."""
