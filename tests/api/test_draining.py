@@ -83,6 +83,41 @@ async def test_one_owner_of_a_packet_that_is_not_done_keeps_no_other() -> None:
         check_all_back(pair.exporter)
 
 
+async def test_events_of_streams_beyond_the_last_lane_stand_for_themselves() -> None:
+    """A long life of a consumer has used up the lanes; then two streams read, the first slowly.
+
+    Kills: a last lane that such streams share, where the quick one's event, asked first as the
+    newest, is taken for the slow one's too.
+    """
+    device = FakeDevice()
+    async with open_pair(slots=2, port=FakePort(device)) as pair:
+        leases = pair.consumer._leases
+        for stream in range(1000, 1000 + wire.NO_LANE):
+            leases.lane((stream,))
+        for _ in range(2):
+            await pair.exporter.send(ONE, require="none")
+        for held in (True, False):
+            device.hold_release = held
+            device.stream += 1
+            with await pair.consumer.receive() as batch:
+                batch[0]["x"]
+        del batch
+        await until(lambda: pair.exporter.statistics().slots.free > 0)
+        slow = draining(pair)
+        device.finish()
+        await pair.exporter.drain()
+        assert slow == 1
+        check_all_back(pair.exporter)
+
+
+async def test_releases_behind_several_streams_are_in_the_lane_of_the_first() -> None:
+    """Kills: a lane for each combination of streams, which are more than there are lanes."""
+    async with open_pair(slots=1) as pair:
+        leases = pair.consumer._leases
+        assert leases.lane((7, 8)) == leases.lane((7, 9, 8)) == leases.lane((7,))
+        assert leases.lane((8, 7)) != leases.lane((7, 8))
+
+
 async def test_an_event_that_never_came_stands_for_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -22,7 +22,7 @@ from asyncvmm._consumer.pinned import Pinned
 from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._core.layout import feature_bytes, offsets
 from asyncvmm._core.ledger import PeerState
-from asyncvmm._core.wire import OwnerFrame
+from asyncvmm._core.wire import NO_LANE, OwnerFrame
 from asyncvmm._errors import BackendError, DeviceLostError, ReleasedError
 from asyncvmm._io.turn import MOST
 from asyncvmm._logs import Once, kind_of
@@ -68,7 +68,7 @@ class Leases:
         self._queue: deque[Lease] = deque()
         self._due = False  # a sweep of the queue is scheduled
         self._lingering: Callable[[Lease], None] | None = None
-        self._lanes: dict[tuple[int, ...], int] = {}
+        self._lanes: dict[int, int] = {}  # by stream
         self.pinned = Pinned(self.live, loop)
         ordering = Ordering(core, region, port, self._once)
         self._order, self.open_ready = ordering.order, ordering.open_ready
@@ -257,14 +257,17 @@ class Leases:
             self._loop.call_later(AGAIN_SECONDS, self._sweep)
 
     def lane(self, streams: tuple[int, ...]) -> int:
-        """Return a small number for the stream that the release was recorded on.
+        """Return a small number for the stream that the release was recorded on: the first.
 
-        0 is for releases without an event.  65,535 lanes are shared once they are used up: that
-        costs promptness (events of two streams are then asked in turn), never correctness.
+        0 is for releases without an event.  When the numbers are used up, later streams have
+        ``NO_LANE``: the exporter then asks each of their events by itself.
         """
-        lane = self._lanes.get(streams)
+        first = streams[0]
+        lane = self._lanes.get(first)
         if lane is None:
-            lane = self._lanes[streams] = min(len(self._lanes) + 1, 65535)
+            lane = min(len(self._lanes) + 1, NO_LANE)
+            if lane != NO_LANE:
+                self._lanes[first] = lane
         return lane
 
     # -- the end of the consumer -------------------------------------------------------------

@@ -46,6 +46,8 @@ MAX_EVENT_HANDLE = 64
 MAX_TEXT = 1024
 MAX_KEY = 4096
 MAX_WINDOW = 65536
+NO_LANE = 65535
+"""The lane of releases whose events finish in any order."""
 
 _Natural: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
 _Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -160,7 +162,7 @@ class Release(msgspec.Struct, array_like=True, frozen=True, tag=9, gc=False):
     generation: _Natural
     handle: _Handle = b""
     """The slot's release event, the first time only."""
-    lane: Annotated[int, Meta(ge=0, le=65535)] = 0
+    lane: Annotated[int, Meta(ge=0, le=NO_LANE)] = 0
     """Releases of one lane were recorded on one stream, so their events finish in order."""
     others: Annotated[list[tuple[_Natural, _Natural]], Meta(max_length=MAX_SLOTS)] = []
     """Slots and generations of owners that were read on the same streams."""

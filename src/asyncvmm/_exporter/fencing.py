@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from asyncvmm._backends.base import ExporterRegion, Fence
 from asyncvmm._core.ledger import Record
+from asyncvmm._core.wire import NO_LANE
 from asyncvmm._errors import BackendError, DeviceLostError
 from asyncvmm._exporter.late import LateFence
 from asyncvmm._logs import Once, kind_of
@@ -143,7 +144,7 @@ class Fencing:
         lanes, shared = record.released_by, record.release_slots
         for peer, lane in lanes:
             at = slot if shared is None else shared.get(peer, slot)
-            if not lane or (peer, at) not in given:
+            if not 0 < lane < NO_LANE or (peer, at) not in given:
                 lanes = self._with_events(record)
                 break
         if len(record.released) > 1 or record.refused or record.lost:
@@ -156,13 +157,17 @@ class Fencing:
         return lanes
 
     def _with_events(self, record: Record) -> tuple[Lane, ...]:
-        """Leave out the releases of those who read nothing, and of those who gave no event."""
+        """Leave out the releases of those who read nothing, and of those who gave no event.
+
+        An event in no lane is its own.
+        """
         found = []
         shared = record.release_slots or {}
         for peer, lane in record.released_by:
             slot = shared.get(peer, record.slot)
             if (peer, slot) in self._given:
-                found += [(peer, lane)] if lane else []
+                if lane:
+                    found.append((peer, lane if lane != NO_LANE else -1 - slot))
             elif lane and peer not in self._dead:
                 # It says that it read on a stream: its reads are its risk.
                 self._once.warning(
