@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -221,6 +222,45 @@ async def test_fence_that_raises_is_told_and_its_lane_goes_on() -> None:
         assert broken.asked == 1
 
 
+async def test_an_error_is_told_of_the_fence_that_raised_it() -> None:
+    """The one asked ahead of its turn raises.  Kills: that error told of the lane's oldest."""
+    told = Told()
+    first, pending, broken = lane = [HandFence() for _ in range(3)]
+    broken.error = errors.BackendError("the driver is gone", call="cuEventQuery", code="999")
+    with watcher(told) as fences_:
+        for number, fence in enumerate(lane):
+            fences_.watch("lane", fence, number)
+        await first.until_asked_again(2)
+        first.ready = True
+        await told.until(lambda: bool(told.tokens))
+        assert told.calls == [[(0, None)]]
+        assert broken.asked == 1
+        pending.ready = True
+        await told.until(lambda: len(told.tokens) == 3)
+        assert [pair for call in told.calls[1:] for pair in call] == [(1, None), (2, broken.error)]
+
+
+async def test_what_is_done_while_the_loop_takes_the_rest_is_told() -> None:
+    """Kills: a loop that says only after it took everything that it is to be woken again."""
+
+    class Taken(deque[tuple[object, Exception | None]]):
+        def popleft(self) -> tuple[object, Exception | None]:
+            found = super().popleft()
+            if found[0] == "first":
+                fences_._tell([("late", None)])  # as the thread does between two steps of the loop
+            return found
+
+    told = Told()
+    fence = HandFence()
+    with watcher(told) as fences_:
+        fences_._done = Taken()
+        fences_._pending += 1
+        fences_.watch("lane", fence, "first")
+        fence.ready = True
+        await told.until(lambda: told.tokens == ["first", "late"])
+        assert fences_.pending == 0
+
+
 async def test_watching_is_entered_once_in_the_asking_thread() -> None:
     """Kills: the relaxed capture mode set on the loop's thread, or for each look."""
     entered: list[int] = []
@@ -331,8 +371,13 @@ async def test_close_from_on_done() -> None:
     await told.until(lambda: told.tokens == [1])
 
 
-async def test_idle_thread_asks_nothing_and_keeps_nothing_alive() -> None:
-    """Kills: looking on while nothing is pending; a local of the thread that pins a token."""
+async def test_idle_thread_asks_nothing_and_keeps_nothing_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kills: looking on while nothing is pending; naps that go on after the last fence; a local of
+    the thread that pins a token."""
+    naps = itertools.count()
+    monkeypatch.setattr(fences, "monotonic", lambda: next(naps) * 1e-3)
 
     class Token:
         pass
@@ -352,8 +397,10 @@ async def test_idle_thread_asks_nothing_and_keeps_nothing_alive() -> None:
         async with asyncio.timeout(PROMPTLY):
             while gone() is not None:  # noqa: ASYNC110 - the thread tells nobody that it lies down
                 await asyncio.sleep(0.001)
+        before = next(naps)
         await asyncio.sleep(0.01)
         assert fence.asked == asked
+        assert next(naps) - before <= 2  # this count, and the last look before it lies down
 
 
 @pytest.mark.slow
