@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
@@ -728,6 +729,29 @@ async def test_an_exporter_is_closed_though_every_task_of_the_loop_is_cancelled(
         if held() != before:
             gc.collect()
         assert held() == before
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+async def test_what_comes_while_a_consumer_hangs_up_at_once_is_refused(viewed: bool) -> None:
+    """Though its process lives on; what it views is its own, until the view is gone.
+
+    Kills: what it never read is quarantined until the process ends.
+    """
+    async with open_pair(slots=2) as pair:
+        acks, views = [], []
+        if viewed:
+            acks.append(await pair.exporter.send({"x": SMALL}))
+            views.append((await pair.consumer.receive())[0]["x"])
+        late = await pair.exporter.send({"x": SMALL}, require="none")
+        with anyio.CancelScope() as scope:  # which lets nothing be awaited any more
+            scope.cancel()
+            await pair.consumer.aclose()
+        if viewed:
+            assert torch.equal(views[0], SMALL)
+            views.clear()
+            assert (await acks[0]).complete
+        assert [rank for rank, _ in (await late).refused] == [0]
+        assert pair.exporter.statistics().slots.free == 2
 
 
 async def test_who_gives_up_waiting_leaves_nothing_behind() -> None:

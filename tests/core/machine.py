@@ -355,7 +355,7 @@ class Machine(RuleBasedStateMachine):
             side.leaving = True
             declined = self.declined(side.inbox)
             side.inbox.clear()
-            self.judged(*declined, (wire.Goodbye, (0, 0)))
+            self.judged(*declined, (wire.Goodbye, (len(side.taken), 0)))
 
     def vanish(self, number: int, which: int) -> None:
         """A socket is lost and its process lives: nothing becomes free (inv. 7)."""

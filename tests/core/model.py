@@ -94,6 +94,7 @@ class Side:
     absent: bool = False
     gone: bool = False
     told: bool = False
+    lingers: int | None = None  # since its goodbye, of what it had taken
     owed_goodbye: bool = False
     untaken: list[Batch] = field(default_factory=list)
     due: deque[Batch] = field(default_factory=deque)  # to be said now
@@ -289,6 +290,9 @@ class Model:
         side.inbox.clear()
         if not side.gone:
             side.here, side.closing = False, True
+            if side.lingers == 0:
+                for owner in self.holds(side):
+                    self._settle(side, owner, Fate.REFUSED)
             side.absent = bool(self.holds(side))
             side.gone = not side.absent
 
@@ -309,6 +313,8 @@ class Model:
                 self.stale += 1
             elif isinstance(message, wire.Goodbye):
                 side.owed_goodbye = not side.closing and not side.told
+                if side.lingers is None:
+                    side.lingers = message.lingering
                 self._left(side)
                 if side.absent and not self.holds(side):
                     side.absent, side.gone = False, True
@@ -336,6 +342,8 @@ class Model:
                 side.untaken.remove(owner.batch)
         elif isinstance(message, wire.Release):
             side.releases += 1
+            if side.lingers:
+                side.lingers -= 1
             owner.readers.add(side.id)
             self._settle(side, owner, Fate.RELEASED)
         else:

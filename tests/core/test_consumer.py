@@ -371,8 +371,8 @@ def test_leaving_lets_go_of_what_is_unread_and_keeps_what_is_viewed(competes: bo
     core.deliver(wire.Deliver([unread]))
     core.take()
     core.outgoing.clear()
-    core.leave([read])
-    core.leave([read])
+    core.leave()
+    core.leave()
     declined = [] if competes else [wire.Refuse(1, 1, "dropped unread")]
     assert said(core) == [*declined, wire.Goodbye(lingering=1)]
     assert core.state is PeerState.CLOSING

@@ -97,6 +97,30 @@ def test_who_vanishes_with_nothing_is_simply_gone(pair: Pair) -> None:
     assert pair.attach(0).member == 0
 
 
+@pytest.mark.parametrize("released", [False, True])
+def test_what_crossed_a_goodbye_is_refused_once_its_link_is_gone(
+    pair: Pair, released: bool
+) -> None:
+    """Kills what is kept for as long as a process lives for it came while its consumer hung up;
+    and a refusal of what may still be viewed there: the goodbye says how much that is."""
+    end, _ = both(pair)
+    viewed = pair.send(to=0)
+    pair.settle()
+    pair.take(end)
+    crossed = pair.send(to=0)
+    pair.inject(end, wire.Goodbye(lingering=1))
+    if released:
+        pair.inject(end, wire.Release(viewed.slot, viewed.generation))
+    assert set(end.peer.holds) == {crossed.slot} | (set() if released else {viewed.slot})
+    pair.vanish(end)
+    if released:
+        assert crossed.outcome.refused == ((0, "it left before this came"),)
+        assert pair.fences == [viewed, crossed]
+        assert end.id not in pair.exporter.peers
+    else:
+        assert pair.exporter.slots.counts == [2, 0, 0, 0, 2]
+
+
 def test_a_vanished_rank_may_come_back_as_a_newcomer(pair: Pair) -> None:
     """Kills a seat that is kept for a link that is gone; what it held stays quarantined."""
     old, _ = both(pair)

@@ -267,8 +267,8 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
             return
         self._closed = True
         self._wake_all()
-        left = self._leases.finish()
-        self._core.leave([lease.frame for lease in left])
+        self._leases.finish()
+        self._core.leave()
         self._pump()
         try:
             async with asyncio.timeout(GOODBYE_SECONDS):

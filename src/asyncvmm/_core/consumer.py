@@ -171,14 +171,14 @@ class ConsumerCore(Checking):
         if self.held.pop(owner.slot, None) is not owner:
             raise LocalProtocolError(f"owner {owner.key!r} was settled twice")
 
-    def leave(self, lingering: Sequence[wire.OwnerFrame] = ()) -> None:
-        """Say goodbye: let go of what is unread, keep what views still hold."""
+    def leave(self) -> None:
+        """Say goodbye: let go of what is unread, keep what views still hold, and say how much."""
         if self.state is not PeerState.OPEN:
             return
         self.state = PeerState.CLOSING
         while self.inbox:
             self._decline(self.inbox.popleft(), "dropped unread")
-        self.outgoing.append(wire.encode(wire.Goodbye(lingering=len(lingering))))
+        self.outgoing.append(wire.encode(wire.Goodbye(lingering=len(self.held))))
 
     def _decline(self, owners: Sequence[wire.OwnerFrame], reason: str) -> None:
         for owner in owners:

@@ -153,6 +153,8 @@ class ExporterCore(Assigning):
                 for slot, generation in message.others:
                     self._released(peer, slot, generation, message.lane, message.slot)
             elif isinstance(message, wire.Goodbye):
+                if peer.lingers is None:
+                    peer.lingers = message.lingering
                 self._left(peer)
             elif isinstance(message, wire.Redeem | wire.Waive):
                 self._show(peer, message)
@@ -163,9 +165,7 @@ class ExporterCore(Assigning):
             elif isinstance(message, wire.PutBack):
                 self._take_back(peer, record)
             else:
-                self.tally.refused += 1
-                record.refused += ((peer.member, message.reason),)
-                self._let_go(peer, record)
+                self._refuse(peer, record, message.reason)
 
     def _released(self, peer: Peer, slot: int, generation: int, lane: int, event: int = -1) -> None:
         """Hear that a peer is done with an owner; ``event`` is a slot whose event stands for it."""
@@ -175,6 +175,8 @@ class ExporterCore(Assigning):
         if lane and event >= 0:
             record.release_slots = (record.release_slots or {}) | {peer.id: event}
         peer.releases += 1
+        if peer.lingers:
+            peer.lingers -= 1
         self.tally.released += 1
         record.released += (peer.member,)
         record.released_by += ((peer.id, lane),)
@@ -196,11 +198,18 @@ class ExporterCore(Assigning):
         self._bury(peer_id)
 
     def vanished(self, peer_id: int) -> None:
-        """Note that a peer's link is gone while its process lives: that frees nothing (inv. 7)."""
+        """Note that a peer's link is gone while its process lives: that frees nothing (inv. 7).
+
+        But who has said goodbye has said how much it keeps.  Once it has let go of that, the rest
+        is what crossed its goodbye and was never looked at, by a consumer that hung up at once.
+        """
         peer = self.peers.get(peer_id)
         if peer is None:
             return
         self.route.leave(peer)
+        if peer.lingers == 0:
+            for record in list(peer.holds.values()):
+                self._refuse(peer, record, "it left before this came")
         self._miss(peer)
         self._assign()
 
@@ -216,6 +225,11 @@ class ExporterCore(Assigning):
         self._assign()
 
     # -- settling ----------------------------------------------------------------------------
+
+    def _refuse(self, peer: Peer, record: Record, reason: str) -> None:
+        self.tally.refused += 1
+        record.refused += ((peer.member, reason),)
+        self._let_go(peer, record)
 
     def _let_go(self, peer: Peer, record: Record) -> None:
         self._settle(peer, record)

@@ -127,6 +127,7 @@ class Peer:
         "holds",
         "id",
         "knows",
+        "lingers",
         "member",
         "releases",
         "stale",
@@ -148,6 +149,7 @@ class Peer:
         self.expected: dict[int, Record] = {}  # slot -> exported owner it has not redeemed
         self.untaken: dict[int, BatchRecord] = {}  # number -> batch (Compete)
         self.knows: set[int] = set()  # slots whose ready event it has
+        self.lingers: int | None = None  # since its goodbye: owners that it still has views of
         self.told = False  # it has our goodbye: nothing more may be delivered to it
         self.releases = 0
         self.stale = 0
