@@ -41,7 +41,7 @@ enum {
     NOT_READY = 600, NOT_PERMITTED = 800, CAPTURE_UNSUPPORTED = 900
 };
 enum { POSIX = 1, FABRIC = 8, INTERPROCESS = 4, READWRITE = 3 };
-enum { DEVICES = 8, EVENTS = 8192, DEPS = 16, THINGS = 8192, PIECES = 1024, IPC_LIMIT = 4096, HOLDERS = 16 };
+enum { DEVICES = 8, EVENTS = 8192, DEPS = 32, THINGS = 8192, PIECES = 1024, IPC_LIMIT = 4096, HOLDERS = 16 };
 #define GRANULE (2ul << 20)
 
 typedef int CUresult;
@@ -653,7 +653,10 @@ CUresult cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
     if (!o) FAIL(INVALID_HANDLE);
     if ((r = stream_fits(stream, -1))) goto out;
     Stream *s = stream_of((uint64_t)stream);
-    s->deps = add_dep(s->dep, s->deps, (Dep){o->event, shared->event[o->event].recorded});
+    Event *e = &shared->event[o->event];
+    s->deps = add_dep(s->dep, s->deps, (Dep){o->event, e->recorded});
+    /* Recorded again meanwhile, the event forgets what this record is behind. */
+    for (int i = 0; i < e->deps; i++) s->deps = add_dep(s->dep, s->deps, e->dep[i]);
     LEAVE;
 }
 CUresult cuEventQuery(void *event) {
