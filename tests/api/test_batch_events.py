@@ -536,6 +536,29 @@ async def test_a_ready_event_that_is_refused_publishes_nothing(call: str) -> Non
         assert pair.exporter.statistics().published == 0
 
 
+@pytest.mark.parametrize("call", ["open_ready", "wait_ready"])
+async def test_a_view_whose_wait_was_refused_waits_when_it_is_asked_for_again(call: str) -> None:
+    """Kills: a stream noted as having waited, or an event as opened, before it is; the next try
+    then reads what may not be written yet (inv. 8), or is told that no event ever came."""
+    device = FakeDevice()
+    async with open_pair(port=FakePort(device)) as pair:
+        region: Any = pair.consumer._region
+        refusing = Refusing(getattr(region, call))
+        setattr(region, call, refusing)
+        await send(pair, 1)
+        with await pair.consumer.receive() as batch:
+            for _ in range(2):
+                with pytest.raises(BackendError, match="no events left"):
+                    batch[0]["x"]
+            assert device.waits == []
+            refusing.refuses = False
+            batch[0]["x"]
+            assert device.waits == [(batch[0].slot, 7)]
+        del batch
+        await pair.exporter.drain()
+        check_all_back(pair.exporter)
+
+
 # -- cancelled copies ----------------------------------------------------------------------------
 
 
