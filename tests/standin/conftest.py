@@ -11,7 +11,7 @@ from asyncvmm._backends import events
 from asyncvmm._backends.cuda import CudaConsumerRegion, CudaExporterRegion
 from asyncvmm._backends.driver import load
 from tests.standin import Ledger, Standin
-from tests.standin.peer import Peer, join_unmapping
+from tests.standin.peer import Peer, join_goodbyes, join_unmapping
 
 GRANULE = 2 << 20
 SLOTS = 4
@@ -34,6 +34,7 @@ def driver() -> Iterator[Standin]:
     driver.finish()
     driver.reset()
     gc.collect()
+    join_goodbyes()
     join_unmapping()
     assert driver.ledger() == Ledger()
     assert events.budget.live == 0

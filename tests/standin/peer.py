@@ -15,12 +15,20 @@ import msgspec
 
 from asyncvmm._backends.cuda import CudaConsumerRegion
 from asyncvmm._backends.device_range import UNMAP_THREAD
+from asyncvmm._consumer.lingering import GOODBYE_THREAD
 from asyncvmm._errors import BackendError
 from asyncvmm._fds import OwnedFd
 from asyncvmm._types import RegionInfo, SegmentInfo
 from tests.standin import Standin
 
 LARGEST = 1 << 16
+
+
+def join_goodbyes() -> None:
+    """Wait for the threads that keep events until the exporter, which is closed, has hung up."""
+    for thread in threading.enumerate():
+        if thread.name == GOODBYE_THREAD:
+            thread.join()
 
 
 def join_unmapping() -> None:

@@ -270,11 +270,13 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
         self._leases.finish()
         self._core.leave()
         self._pump()
+        hurried = fenced = self._port.kind != "host"
         try:
             async with asyncio.timeout(GOODBYE_SECONDS):
                 await self._until()  # also where the link is closed, and that was not told yet
                 if self._resuming is not None:
                     await self._resuming.looked()
+            hurried = False
         except TimeoutError:
             logger.warning("the exporter did not answer a goodbye within %s s", GOODBYE_SECONDS)
         finally:
@@ -284,8 +286,10 @@ class Consumer(Single, Redeeming, ObjectReceiveStream[Batch]):
             left = self._leases.finish()
             self._pump()
             self._link.flush()
-            if left or self._link.queued:  # the kernel takes no more: the exporter stands still
-                lingering = Lingering(self._link, self._region, left, self._leases.lane)
+            # The kernel takes no more, or nobody waited until our events were opened.
+            if left or self._link.queued or hurried:
+                lane = self._leases.lane
+                lingering = Lingering(self._link, self._region, left, lane, fenced=fenced)
                 self._leases.linger(lingering.settle)
             else:
                 try:

@@ -3,7 +3,8 @@
 The socket is kept without a loop.  When the last view of an owner dies, the thread in which that
 happens records the release event and sends the release itself, without blocking; with the last
 owner the socket is closed.  Where the exporter stands still and the kernel takes no more, a thread
-waits to say the rest.  If that cannot be done, the end of the process will tell.
+waits to say the rest.  It also waits where releases have events, for the exporter cannot open one
+that is gone.  If that cannot be done, the end of the process will tell.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from asyncvmm._io.link import Link
 MOST_AT_ONCE = 128
 """Messages of one packet: releases with their events, which are the longest, fit twice."""
 
+GOODBYE_THREAD = "asyncvmm-goodbye"
+
 _alive: set[Lingering] = set()
 """A view keeps its bytes and nothing else: the leases that wait for its end are kept here, also
 when the program has let go of the consumer, the batch and the owner."""
@@ -37,6 +40,8 @@ class Lingering:
         region: ConsumerRegion,
         leases: Iterable[Lease],
         lane: Callable[[tuple[int, ...]], int],
+        *,
+        fenced: bool,
     ) -> None:
         self._sock: socket.socket | None = None
         self._unsent: list[bytes] = []
@@ -44,6 +49,7 @@ class Lingering:
             self._sock, self._unsent = link.detach()
             close_after_fork(self._sock)
         self._lane = lane
+        self._fenced = fenced
         self._region = region
         self._left = set(leases)
         _alive.add(self)
@@ -81,16 +87,20 @@ class Lingering:
             self._close()
 
     def _end(self) -> None:
-        """Close with the last owner; what is not said yet is said by a thread, which may wait."""
+        """Close with the last owner; what is not heard yet is left to a thread, which may wait."""
         _alive.discard(self)
         sock = self._sock
-        if sock is not None and self._unsent:
+        if sock is not None and (self._unsent or self._fenced):
             saying = threading.Thread(
-                target=_say_rest, args=(sock, self._unsent), name="asyncvmm-goodbye", daemon=True
+                target=_say_rest,
+                args=(sock, self._unsent, self._region),
+                name=GOODBYE_THREAD,
+                daemon=True,
             )
             with suppress(RuntimeError):  # the interpreter is ending, and that will tell
                 saying.start()
                 self._sock = None
+                return
         self._close()
 
     def _close(self) -> None:
@@ -100,11 +110,17 @@ class Lingering:
         self._region.close()
 
 
-def _say_rest(sock: socket.socket, unsent: list[bytes]) -> None:
-    """Wait until the exporter has taken it all, or is gone."""
-    with sock, suppress(OSError):
-        sock.setblocking(True)
-        _send(sock, unsent)
+def _say_rest(sock: socket.socket, unsent: list[bytes], region: ConsumerRegion) -> None:
+    """Wait until the exporter has heard it all, and so hangs up, or is gone; then let go."""
+    try:
+        with sock, suppress(OSError):
+            sock.setblocking(True)
+            _send(sock, unsent)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(1):
+                pass
+    finally:
+        region.close()
 
 
 def _send(sock: socket.socket, unsent: list[bytes], flags: int = 0) -> None:

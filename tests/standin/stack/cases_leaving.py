@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
+import pytest
 import torch
 
 import asyncvmm
 from asyncvmm._backends import events
+from tests.patience import PROMPTLY
 from tests.process import steps as common
 from tests.process.harness import Peers, until
 from tests.standin import Standin
@@ -96,3 +99,33 @@ async def test_every_order_of_opening_and_closing(driver: Standin) -> None:
         for side in order:
             await stacks[side].aclose()
         assert driver.ledger() == before, order
+
+
+@pytest.mark.parametrize("way", ["viewed", "cancelled"])
+async def test_an_event_outlives_its_consumer_until_the_exporter_has_opened_it(
+    driver: Standin, way: str
+) -> None:
+    """The first release of a slot brings its event, and here it is the last word of all.
+
+    Planted bugs: the event is given back as soon as the word is on the socket, so that the slot
+    drains for ever; or it is kept for as long as the process lives.
+    """
+    async with exporting(slots=1) as exporter:
+        async with connecting() as consumer:
+            ack = await exporter.send({"x": torch.ones(4)})
+            batch = await consumer.receive()
+            view = batch[0]["x"]
+            del batch
+            if way == "cancelled":
+                del view
+                leaving = consumer.aclose()
+                leaving.send(None)
+                with suppress(asyncio.CancelledError):
+                    while True:  # at each await, before the loop can turn
+                        leaving.throw(asyncio.CancelledError())
+        if way == "viewed":
+            assert view.tolist() == [1.0] * 4
+            del view
+        async with asyncio.timeout(PROMPTLY):
+            assert (await ack).complete
+            await until(lambda: driver.ledger().mappings == 1 and not driver.ledger().opened)
