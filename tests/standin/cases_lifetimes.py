@@ -194,20 +194,48 @@ def test_an_exporter_waits_for_what_it_recorded(driver: Standin) -> None:
     assert finished == [True]
 
 
+def refuse_release(consumer: CudaConsumerRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the driver refuse the record of a release."""
+
+    def refuse(event: object, stream: int) -> None:
+        raise BackendError("not now", call="cuEventRecord", code="CUDA_ERROR_UNKNOWN")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "event_record", refuse)
+        with pytest.raises(BackendError, match="not now"):
+            consumer.record_release(0, [STREAM])
+
+
+@pytest.mark.parametrize("refused", [False, True])
 def test_reads_without_a_release_are_waited_for(
-    driver: Standin, exporter: CudaExporterRegion
+    driver: Standin,
+    exporter: CudaExporterRegion,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: bool,
 ) -> None:
-    """Planted bug: a batch whose release was never recorded is unmapped under its kernel."""
+    """Planted bugs: a batch whose release was never recorded is unmapped under its kernel; so is
+    one whose release the driver refused to record."""
     consumer = CudaConsumerRegion(exporter.info, 0)
     exporter.record_ready(0, STREAM)
     consumer.open_ready(0, exporter.ready_handle(0))
     consumer.wait_ready(0, STREAM)
     consumer.note_read(0)
+    if refused:
+        refuse_release(consumer, monkeypatch)
     before = driver.calls("cuCtxSynchronize")
     consumer.close()
     join_unmapping()
     assert driver.calls("cuCtxSynchronize") == before + 1
     assert driver.ledger().ranges == 1
+
+
+def test_a_release_that_was_refused_still_has_an_event_to_give(
+    exporter: CudaExporterRegion, consumer: CudaConsumerRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted bug: the handle goes with the try that failed, and the exporter never gets it."""
+    refuse_release(consumer, monkeypatch)
+    exporter.open_release(1, 0, consumer.record_release(0, [STREAM]))
+    assert exporter.release_fence(1, 0) is not None
 
 
 def test_a_pool_stays_mapped_where_a_capture_forbids_to_wait(
