@@ -238,6 +238,28 @@ def test_a_release_that_was_refused_still_has_an_event_to_give(
     assert exporter.release_fence(1, 0) is not None
 
 
+def test_a_pool_of_which_nobody_can_tell_whether_it_is_read_is_waited_for(
+    driver: Standin, exporter: CudaExporterRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted bug: a question that the driver refused is taken for "not in use"."""
+    consumer = CudaConsumerRegion(exporter.info, 0)
+    driver.hold()
+    consumer.record_release(0, [STREAM])
+    asked = calls.event_done
+
+    def refuse_once(event: object) -> bool:
+        monkeypatch.setattr(calls, "event_done", asked)
+        raise BackendError("not now", call="cuEventQuery", code="CUDA_ERROR_UNKNOWN")
+
+    monkeypatch.setattr(calls, "event_done", refuse_once)
+    consumer.close()
+    mapped = driver.ledger().ranges
+    driver.finish()
+    join_unmapping()
+    assert mapped == 2
+    assert driver.ledger().ranges == 1
+
+
 def test_a_pool_stays_mapped_where_a_capture_forbids_to_wait(
     driver: Standin,
     exporter: CudaExporterRegion,
