@@ -85,10 +85,11 @@ class Elastic:
         return self._core.slots.free >= len(sizes)
 
     async def _grow(self, nbytes: int) -> None:
-        # After shrinking, free addresses may lie in several pieces: fill one after the other.
-        size = min(max(nbytes, self.pool_bytes), self._largest_unmapped())
         segment = None
         try:
+            await self._give_back_stuck()
+            # After shrinking, free addresses may lie in several pieces: fill one after the other.
+            size = min(max(nbytes, self.pool_bytes), self._largest_unmapped())
             segment = await in_thread(self._region.grow, size)
             await self._connections.share(segment)
             self._add(segment)
@@ -109,13 +110,27 @@ class Elastic:
 
     async def _withdraw(self, segment: SegmentInfo) -> None:
         """Take back a segment that some consumer could not be given: nobody has used it yet."""
-        # To a newcomer it is promised.
-        while self._connections.coming() and not self._closed:  # noqa: ASYNC110 - rare and short
-            await asyncio.sleep(_COMING_SECONDS)
         try:
-            await self._unmap(segment.index)
+            await self._unpromise(segment.index)
         except BackendError as error:
             logger.warning("a segment stays mapped, and is not used: %s", str(error))
+
+    async def _give_back_stuck(self) -> None:
+        """Give back what could not be before: its addresses may be all that are left to grow at.
+
+        Raises BackendError if one still cannot be.
+        """
+        for segment in self._region.segments():
+            if segment.index not in self._usable:
+                await self._unpromise(segment.index)
+                self.shrunk += 1
+                self._failed = False
+
+    async def _unpromise(self, index: int) -> None:
+        """Give a segment back once no newcomer is on its way that was promised it."""
+        while self._connections.coming() and not self._closed:  # noqa: ASYNC110 - rare and short
+            await asyncio.sleep(_COMING_SECONDS)
+        await self._unmap(index)
 
     async def _unmap(self, index: int) -> None:
         """Give a segment back that nothing is in: every consumer's mapping, then our own."""

@@ -98,3 +98,29 @@ async def test_a_segment_that_a_consumer_cannot_map(driver: Standin, peers: Peer
         assert (await third).complete
         assert exporter.statistics().slots.free == 4
         await peer.call(common.leave)
+
+
+async def test_a_segment_that_once_could_not_be_given_back(
+    driver: Standin, peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its addresses are grown at again, by who needs them.
+
+    Planted bug: they are lost for good, and a send that needs them raises ArgumentError.
+    """
+    async with exporting(**ELASTIC | {"max_pool_bytes": "4MiB"}) as exporter:
+        peer = peers.start()
+        await peer.call(steps.connect, NAME)
+        for round in range(2):
+            ack = await send(exporter, round, 3 << 20)
+            assert driver.ledger().mappings == 2
+            await peer.call(common.take, 1)
+            await peer.call(common.give_back)
+            assert (await ack).complete
+            if round == 0:
+                driver.fail(4, 999)  # after the context and the capture mode
+                await until(lambda: "could not be given back" in caplog.text)
+                assert driver.failed() == "cuMemUnmap"
+        await until(lambda: exporter.statistics().shrunk == 2)
+        assert exporter.statistics().segments == 1
+        assert exporter.statistics().grown == 2
+        await peer.call(common.leave)
