@@ -7,6 +7,7 @@ import gc
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.patience import PROMPTLY
 from tests.process import steps
 from tests.process.harness import Peers
 from tests.process.patterns import features, note, wrong
+from tests.process.raw import RawExporter
 
 NAME = "@asyncvmm-restart"
 
@@ -115,6 +117,37 @@ async def test_one_of_several_receivers_is_told_and_the_others_wait() -> None:
         async with asyncio.timeout(PROMPTLY):
             batches = [await task for task in waiting]
         assert sorted(str(batch[0].key) for batch in batches) == ["1", "2"]
+        await consumer.aclose()
+
+
+@pytest.mark.parametrize("reconnect", [False, True])
+async def test_the_first_exporter_may_die_before_it_has_let_anybody_in(
+    folder: Path, reconnect: bool
+) -> None:
+    """Who waits for whichever exporter comes goes on waiting; who asked for this one is told.
+
+    Kills: a loss that is told of an exporter that never was there to its consumer.
+    """
+    address = folder / "pool"
+    dying = RawExporter(str(address))
+    options: Any = {"device": "cpu", "rank": 0, "wait": True, "reconnect": reconnect}
+    coming = asyncvmm.connect(str(address), **options)
+    entering = asyncio.create_task(coming.__aenter__())
+    end = await dying.accept()
+    dying.listener.close()
+    address.unlink()
+    end.sock.close()
+    if not reconnect:
+        with pytest.raises(PeerLostError, match="hung up during the handshake"):
+            await entering
+        return
+    async with asyncvmm.open_exporter(str(address), device="cpu", pool_bytes="64KiB") as exporter:
+        async with asyncio.timeout(PROMPTLY):
+            consumer = await entering
+        await send(exporter, 3)
+        batch = await consumer.receive()
+        assert shows(batch, 3)
+        batch.release()
         await consumer.aclose()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Iterable
 from functools import partial
@@ -10,13 +11,18 @@ from typing import Generic, Literal, TypedDict, TypeVar, Unpack, cast, overload
 
 from asyncvmm._consumer.consumer import Consumer
 from asyncvmm._consumer.handshake import Handshake, reach
-from asyncvmm._consumer.reconnecting import ReconnectingConsumer
+from asyncvmm._consumer.reconnecting import FIRST_PAUSE, LONGEST_PAUSE, ReconnectingConsumer
 from asyncvmm._consumer.resuming import Resuming
 from asyncvmm._consumer.tracing import TracedCore, follow
 from asyncvmm._core import wire
 from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._core.wire import MAX_TEXT, MAX_WINDOW, check_secret
-from asyncvmm._errors import ArgumentError, LocalProtocolError, RemoteProtocolError
+from asyncvmm._errors import (
+    ArgumentError,
+    LocalProtocolError,
+    PeerLostError,
+    RemoteProtocolError,
+)
 from asyncvmm._io.busy import BUSY_POLL_SECONDS, Busy, check_busy_poll
 from asyncvmm._io.chrome import write
 from asyncvmm._io.names import check, resolve
@@ -24,6 +30,8 @@ from asyncvmm._io.threads import in_thread, made_in_thread
 from asyncvmm._io.timeline import Timeline
 from asyncvmm._tensors import DevicePort, check_device, open_port, preload
 from asyncvmm._types import check_bool, check_ids, is_int
+
+logger = logging.getLogger("asyncvmm.consumer")
 
 ConsumerT = TypeVar("ConsumerT", Consumer, ReconnectingConsumer)
 
@@ -54,7 +62,8 @@ class connect(Generic[ConsumerT]):
     name in a shared folder, or an abstract one, could else pass for it.
 
     ``reconnect=True`` gives a :class:`ReconnectingConsumer`, which goes on with the next exporter
-    under the name when this one is gone, and says what was lost.
+    under the name when this one is gone, and says what was lost.  With ``wait=True`` that is so
+    from the first one on: an exporter that dies before it has let anybody in is not told of.
 
     ``busy_poll`` is the most seconds that the loop polls without waiting for a batch, and only
     while batches usually come within half of that; 0 is for never.
@@ -157,7 +166,20 @@ class connect(Generic[ConsumerT]):
         if self._port is None:
             # Before the handshake, so that an exporter never waits for our imports.
             await in_thread(preload, self._device)
+        if self._reconnect and self._wait:
+            return await self._first_of_several()
         return await self._come_in(wait=self._wait)
+
+    async def _first_of_several(self) -> Consumer:
+        """Come in to the first exporter that lives to let us in, as to every later one."""
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return await self._come_in(wait=True)
+            except PeerLostError as error:
+                logger.info("an exporter went before it had let us in: %s", error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _come_in(self, *, wait: bool) -> Consumer:
         address = await in_thread(resolve, self._name)
