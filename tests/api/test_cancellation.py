@@ -666,7 +666,19 @@ async def test_cancels_never_break_the_framing() -> None:
         most = blocked = 0
         tasks: set[asyncio.Task[Any]] = set()
         tensor = {"x": torch.arange(9_000)}
+
+        async def settle() -> None:
+            loop.add_reader(reading._fd, reading._on_readable)
+            reader.paused = False
+            reader.let_go()
+            if tasks:
+                await asyncio.wait(tasks)
+            await exporter.drain()
+
         while cancels.delivered < 400 or blocked <= 20:  # else the socket was never full
+            if generator.random() < 0.02:  # while somebody waits it does not shrink
+                await settle()
+                await until(lambda: exporter.statistics().segments == 1)
             # So that the kernel takes few packets, and at times none.
             tasks |= {start(exporter.send(tensor, metadata="m" * 1_500)) for _ in range(4)}
             loop.remove_reader(reading._fd)
@@ -682,12 +694,7 @@ async def test_cancels_never_break_the_framing() -> None:
             if not reader.paused:
                 reader.let_go()
             tasks = {task for task in tasks if not task.done()}
-        loop.add_reader(reading._fd, reading._on_readable)
-        reader.paused = False
-        reader.let_go()
-        if tasks:
-            await asyncio.wait(tasks)
-        await exporter.drain()
+        await settle()
         stats = exporter.statistics()
         assert stats.grown > 1
         assert stats.shrunk > 0
