@@ -330,7 +330,7 @@ async def test_a_rank_that_is_taken_is_waited_for() -> None:
             with pytest.raises(PeerLostError):
                 await consumer.receive()
             receiving = asyncio.create_task(consumer.receive())
-            await until(lambda: consumer._pause > 0.05)  # it was refused
+            await until(lambda: consumer._tries._pause > 0.05)  # it was refused
         await send(exporter, 1)
         assert shows(await receiving, 1)
         await consumer.aclose()

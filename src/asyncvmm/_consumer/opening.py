@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Iterable
 from functools import partial
 from typing import Generic, Literal, TypedDict, TypeVar, Unpack, cast, overload
 
+from asyncvmm._consumer.coming import ComingIn
 from asyncvmm._consumer.consumer import Consumer
 from asyncvmm._consumer.handshake import Handshake, reach
-from asyncvmm._consumer.reconnecting import FIRST_PAUSE, LONGEST_PAUSE, ReconnectingConsumer
+from asyncvmm._consumer.reconnecting import ReconnectingConsumer
 from asyncvmm._consumer.resuming import Resuming
 from asyncvmm._consumer.tracing import TracedCore, follow
 from asyncvmm._core import wire
 from asyncvmm._core.consumer import ConsumerCore
 from asyncvmm._core.wire import MAX_TEXT, MAX_WINDOW, check_secret
-from asyncvmm._errors import (
-    ArgumentError,
-    LocalProtocolError,
-    PeerLostError,
-    RemoteProtocolError,
-)
+from asyncvmm._errors import ArgumentError, LocalProtocolError, RemoteProtocolError
 from asyncvmm._io.busy import BUSY_POLL_SECONDS, Busy, check_busy_poll
 from asyncvmm._io.chrome import write
 from asyncvmm._io.names import check, resolve
@@ -30,8 +25,6 @@ from asyncvmm._io.threads import in_thread, made_in_thread
 from asyncvmm._io.timeline import Timeline
 from asyncvmm._tensors import DevicePort, check_device, open_port, preload
 from asyncvmm._types import check_bool, check_ids, is_int
-
-logger = logging.getLogger("asyncvmm.consumer")
 
 ConsumerT = TypeVar("ConsumerT", Consumer, ReconnectingConsumer)
 
@@ -145,19 +138,17 @@ class connect(Generic[ConsumerT]):
     async def __aenter__(self) -> ConsumerT:
         if self._consumer is not None:
             raise LocalProtocolError("connect() can be entered once; call it again")
+        tries = ComingIn(partial(self._come_in, wait=True)) if self._reconnect else None
         try:
-            first = await self._first()
+            first = await self._first(tries)
         except BaseException:
             if self._timeline is not None:
                 self._timeline.release()
             raise
-        if self._reconnect:
-            self._consumer = ReconnectingConsumer(first, partial(self._come_in, wait=True))
-        else:
-            self._consumer = first
+        self._consumer = first if tries is None else ReconnectingConsumer(first, tries)
         return cast("ConsumerT", self._consumer)
 
-    async def _first(self) -> Consumer:
+    async def _first(self, tries: ComingIn | None) -> Consumer:
         if self._timeline is not None:
             who = "consumer" if self._hello.rank is None else f"rank-{self._hello.rank}"
             name = "" if self._hello.name is None else f"-{self._hello.name}"
@@ -166,20 +157,9 @@ class connect(Generic[ConsumerT]):
         if self._port is None:
             # Before the handshake, so that an exporter never waits for our imports.
             await in_thread(preload, self._device)
-        if self._reconnect and self._wait:
-            return await self._first_of_several()
+        if tries is not None and self._wait:
+            return await tries.next(seat_seconds=0.0)  # we have had no seat that may be ours yet
         return await self._come_in(wait=self._wait)
-
-    async def _first_of_several(self) -> Consumer:
-        """Come in to the first exporter that lives to let us in, as to every later one."""
-        pause = FIRST_PAUSE
-        while True:
-            try:
-                return await self._come_in(wait=True)
-            except PeerLostError as error:
-                logger.info("an exporter went before it had let us in: %s", error)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _come_in(self, *, wait: bool) -> Consumer:
         address = await in_thread(resolve, self._name)

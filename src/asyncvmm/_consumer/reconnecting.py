@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from anyio.abc import ObjectReceiveStream
 
+from asyncvmm._consumer.coming import ComingIn
 from asyncvmm._consumer.consumer import Consumer
 from asyncvmm._consumer.loss import anew
 from asyncvmm._consumer.onward import Onward
@@ -21,25 +21,10 @@ from asyncvmm._errors import (
     ClosedError,
     EndOfStream,
     ForkError,
-    HandshakeError,
     PeerLostError,
-    RankError,
     WouldBlock,
 )
 from asyncvmm._fds import Single, close_after_fork
-
-logger = logging.getLogger("asyncvmm.consumer")
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
-"""Seconds between two tries to come in where an exporter is there and does not let us.  For one
-that is not there, ``connect(wait=True)`` has pauses of its own."""
-
-PASSING = frozenset({"descriptor_limit", "share"})
-"""Why an exporter that is there may not let us in now, and let us in later."""
-
-SEAT_SECONDS = 5.0
-"""How long a rank or name may be taken before that is an error: an exporter that we lost may not
-have seen yet that we are gone."""
 
 
 class ReconnectingConsumer(Single, Onward, ObjectReceiveStream[Batch]):
@@ -61,11 +46,11 @@ class ReconnectingConsumer(Single, Onward, ObjectReceiveStream[Batch]):
     stay readable and are released as always; the old mapping goes with the last of them.
     """
 
-    def __init__(self, first: Consumer, come_in: Callable[[], Awaitable[Consumer]]) -> None:
+    def __init__(self, first: Consumer, tries: ComingIn) -> None:
         super().__init__(first)
         self.member = first.member
         self.device = first.device
-        self._come_in = come_in
+        self._tries = tries
         self._current: Consumer | None = first
         self._on_news: Callable[[], None] = lambda: None  # receive_nowait may say something new
         first._on_news = self._tell_news
@@ -73,7 +58,6 @@ class ReconnectingConsumer(Single, Onward, ObjectReceiveStream[Batch]):
         self._coming: asyncio.Task[None] | None = None  # looks for the next exporter
         self._untold: PeerLostError | None = None  # a loss that receive is to tell of
         self._failure: Exception | None = None  # why it found none that takes us
-        self._pause = 0.0
         self._before: list[ConsumerState] = []  # numbers of those that are forgotten
         self._waiting = 0
         self._closed = False
@@ -179,7 +163,7 @@ class ReconnectingConsumer(Single, Onward, ObjectReceiveStream[Batch]):
             if self._past:
                 await self._past[-1]._until_hung_up()
             self._forget_idle()
-            self._come_to(await self._next())
+            self._come_to(await self._tries.next())
         except Exception as error:
             self._failure = error  # for whoever asks next
         finally:
@@ -192,27 +176,6 @@ class ReconnectingConsumer(Single, Onward, ObjectReceiveStream[Batch]):
 
     def _tell_news(self) -> None:
         self._on_news()
-
-    async def _next(self) -> Consumer:
-        deadline = self._loop.time() + SEAT_SECONDS
-        while True:
-            if self._pause:
-                await asyncio.sleep(self._pause)
-            self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
-            try:
-                consumer = await self._come_in()
-            except PeerLostError as error:
-                logger.info("an exporter went before it had let us in: %s", error)
-            except RankError as error:
-                if not _taken(error) or self._loop.time() > deadline:
-                    raise
-            except HandshakeError as error:
-                if error.reason not in PASSING:
-                    raise
-                logger.info("an exporter is asked again: %s", error)
-            else:
-                self._pause = 0.0
-                return consumer
 
     def _forget_idle(self) -> None:
         """Let go of exporters of which nothing is left here; their numbers go on to count."""
@@ -253,14 +216,6 @@ class ReconnectingConsumer(Single, Onward, ObjectReceiveStream[Batch]):
                     stack.push_async_callback(consumer.aclose)
                 if self._current is not None:
                     stack.push_async_callback(self._current.aclose)
-
-
-def _taken(error: RankError) -> bool:
-    """Say whether the seat exists and somebody else has it."""
-    rank, count = error.rank, error.consumer_count
-    if rank is None or count is None:
-        return rank is count  # a name has neither
-    return rank < count
 
 
 def _as_loss(consumer: Consumer, error: AsyncVMMError) -> PeerLostError:
