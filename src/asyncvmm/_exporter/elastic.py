@@ -118,13 +118,22 @@ class Elastic:
     async def _give_back_stuck(self) -> None:
         """Give back what could not be before: its addresses may be all that are left to grow at.
 
-        Raises BackendError if one still cannot be.
+        Raises BackendError if one still cannot be and there are no others.
         """
+        refused: BackendError | None = None
         for segment in self._region.segments():
-            if segment.index not in self._usable:
+            if segment.index in self._usable:
+                continue
+            try:
                 await self._unpromise(segment.index)
+            except BackendError as error:
+                logger.warning("a segment could still not be given back: %s", str(error))
+                refused = error
+            else:
                 self.shrunk += 1
                 self._failed = False
+        if refused is not None and not self._largest_unmapped():
+            raise refused
 
     async def _unpromise(self, index: int) -> None:
         """Give a segment back once no newcomer is on its way that was promised it."""

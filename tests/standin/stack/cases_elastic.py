@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from asyncvmm.testing import Process
+from tests.patience import PROMPTLY
 from tests.process import steps as common
 from tests.process.harness import Peers, until
 from tests.standin import Standin
@@ -122,5 +123,33 @@ async def test_a_segment_that_once_could_not_be_given_back(
                 assert driver.failed() == "cuMemUnmap"
         await until(lambda: exporter.statistics().shrunk == 2)
         assert exporter.statistics().segments == 1
+        assert exporter.statistics().grown == 2
+        await peer.call(common.leave)
+
+
+async def test_growth_goes_round_a_segment_that_cannot_be_given_back(
+    driver: Standin, peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Planted bug: while one stays mapped the pool grows nowhere, though there are addresses."""
+    async with exporting(**ELASTIC) as exporter:
+        peer = peers.start()
+        await peer.call(steps.connect, NAME)
+        for round in range(2):
+            acks = [await send(exporter, 2 * round, LARGE)]
+            if round == 1:
+                driver.fail(4, 999)  # after the context and the capture mode
+            async with asyncio.timeout(PROMPTLY):
+                acks.append(await send(exporter, 2 * round + 1, LARGE))
+            if round == 1:
+                assert driver.failed() == "cuMemUnmap"
+                assert "still not be given back" in caplog.text
+            await peer.call(common.take, 2)
+            await peer.call(common.give_back)
+            for ack in acks:
+                assert (await ack).complete
+            if round == 0:
+                driver.fail(4, 999)
+                await until(lambda: "could not be given back" in caplog.text)
+                assert driver.failed() == "cuMemUnmap"
         assert exporter.statistics().grown == 2
         await peer.call(common.leave)
