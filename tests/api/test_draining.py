@@ -62,19 +62,23 @@ async def test_copies_on_two_streams_are_waited_for_themselves() -> None:
         await drains_until_the_device_is_done(pair, device)
 
 
+async def read_on_two_streams(pair: Pair, device: FakeDevice) -> None:
+    """Hand two owners over, and read each on a stream of its own: the first is not done yet."""
+    for _ in range(2):
+        await pair.exporter.send(ONE, require="none")
+    for held in (True, False):
+        device.hold_release = held
+        device.stream += 1
+        with await pair.consumer.receive() as batch:
+            batch[0]["x"]
+
+
 async def test_one_owner_of_a_packet_that_is_not_done_keeps_no_other() -> None:
     """Two streams of one consumer, released in one turn.  Kills: a packet that is freed, or waited
     for, as a whole."""
     device = FakeDevice()
     async with open_pair(slots=2, port=FakePort(device)) as pair:
-        for _ in range(2):
-            await pair.exporter.send(ONE, require="none")
-        for held in (True, False):
-            device.hold_release = held
-            device.stream += 1
-            with await pair.consumer.receive() as batch:
-                batch[0]["x"]
-        del batch
+        await read_on_two_streams(pair, device)
         await until(lambda: pair.exporter.statistics().slots.free == 1)
         await passes(10)
         assert draining(pair) == 1
@@ -94,14 +98,7 @@ async def test_events_of_streams_beyond_the_last_lane_stand_for_themselves() -> 
         leases = pair.consumer._leases
         for stream in range(1000, 1000 + wire.NO_LANE):
             leases.lane((stream,))
-        for _ in range(2):
-            await pair.exporter.send(ONE, require="none")
-        for held in (True, False):
-            device.hold_release = held
-            device.stream += 1
-            with await pair.consumer.receive() as batch:
-                batch[0]["x"]
-        del batch
+        await read_on_two_streams(pair, device)
         await until(lambda: pair.exporter.statistics().slots.free > 0)
         slow = draining(pair)
         device.finish()
