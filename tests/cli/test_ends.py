@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import asyncvmm
 
 FULL = Path("/dev/full")
+ROOT = Path(__file__).parent.parent.parent
 
 
 def run(*arguments: str, into: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -35,5 +37,7 @@ def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
     )
 
 
-def test_a_tree_that_is_not_installed_has_a_version_too() -> None:
-    assert run("--version").stdout == f"{asyncvmm.__version__}\n"
+def test_there_is_one_version() -> None:
+    """Kills: a number in the metadata of the package that is another than the library's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert run("--version").stdout == f"{asyncvmm.__version__}\n" == f"{project['version']}\n"
