@@ -34,17 +34,17 @@ Told = tuple[str, dict[str, Any]]
 
 def produce(name: str, setting: Setting, shared: Any, conn: Connection) -> None:
     """Be the producer's process."""
-    _hold(setting, 0)
+    hold(setting, 0)
     _be(conn, setting, "producer", lambda: _produce(name, setting, shared, conn))
 
 
 def consume(name: str, setting: Setting, shared: Any, conn: Connection, index: int) -> None:
     """Be a consumer's process."""
-    _hold(setting, 1 + index)
+    hold(setting, 1 + index)
     _be(conn, setting, f"consumer-{index}", lambda: _consume(name, setting, shared, conn, index))
 
 
-def _hold(setting: Setting, place: int) -> None:
+def hold(setting: Setting, place: int) -> None:
     """Keep this process, and every thread that it starts, to the processors given for it."""
     if setting.cores:
         os.sched_setaffinity(0, setting.cores[place % len(setting.cores)])

@@ -6,10 +6,12 @@ import gc
 import multiprocessing
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from benchmarks.setting import KIB, Payload, Setting
 from tests.benchmarks.conftest import Run
 
 FAULTY = "tests.benchmarks.faulty"
@@ -71,3 +73,19 @@ def test_unknown_names_are_refused_with_those_that_exist() -> None:
     for option in ("--transports", "--workloads"):
         with pytest.raises(SystemExit, match=r"asyncvmm|closed_16KiB"):
             main(["run", option, "nonesuch", "--json", "/dev/null"])
+
+
+def test_the_sides_are_held_to_cores_in_turn() -> None:
+    """Kills: a side that goes where it likes, or a consumer put with the producer first of all."""
+    from benchmarks.sides import hold
+
+    allowed = sorted(os.sched_getaffinity(0))
+    first, last = frozenset(allowed[:1]), frozenset(allowed[-1:])
+    setting = Setting(Path(), Payload(1, KIB), 1, cores=(first, last))
+
+    def held(place: int) -> set[int]:
+        hold(setting, place)
+        return os.sched_getaffinity(0)
+
+    with ThreadPoolExecutor(1) as thread:  # which alone is held
+        assert [*thread.map(held, range(3))] == [first, last, first]

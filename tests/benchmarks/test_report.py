@@ -257,8 +257,9 @@ def test_plain_tables_line_up() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    ["--rounds 0", "--rounds 1.5", "--seconds -1", "--seconds nan", "--patience 0", "--device gpu"],
-)
+    ["--rounds 0", "--rounds 1.5", "--seconds -1", "--seconds nan", "--patience 0", "--device gpu",
+     "--cores a", "--cores 0-", "--cores 4095"],
+)  # fmt: skip
 def test_what_cannot_be_measured_is_refused(
     given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
