@@ -571,7 +571,8 @@ class Storm:
 async def test_a_storm_of_everything_cancelled_at_random(seed: int) -> None:
     """Fifty tasks over a pool of six slots, the books checked after every step.
 
-    1,500 cancels each.
+    1,500 cancels each.  The test itself awaits none of them: it replaces them, and with six slots
+    every one of fifty may wait for what only their successors do.
 
     Kills: whatever the tests above miss because only one thing at a time was cancelled.
     """
@@ -590,15 +591,15 @@ async def test_a_storm_of_everything_cancelled_at_random(seed: int) -> None:
                     task.result()
                 tasks.discard(task)
                 tasks.add(start(storm.act()))
-            if len(storm.acks) > 5 and storm.random.random() < 0.1:
-                await storm.receive(0) if pair.consumers[0].statistics().unread else None
+            if storm.random.random() < 0.1:
+                await passes(30)  # a lull, in which some come to their end
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
         check_no_sleeper(pair.exporter)
         stats = check_books(pair.exporter)
         assert stats.waiting == 0
-        assert stats.published == storm.published
+        assert stats.published == storm.published > 50
         await storm.empty()
         await until(lambda: pair.exporter.statistics().used_bytes == 0)
         check_all_back(pair.exporter)
