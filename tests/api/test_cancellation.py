@@ -677,12 +677,16 @@ async def test_cancels_never_break_the_framing() -> None:
             await exporter.drain()
 
         while cancels.delivered < 400 or blocked <= 20:  # else the socket was never full
-            if generator.random() < 0.02:  # while somebody waits it does not shrink
+            settles = generator.random() < 0.05
+            if settles:  # while somebody waits it does not shrink
                 await settle()
                 await until(lambda: exporter.statistics().segments == 1)
-            # So that the kernel takes few packets, and at times none.
-            tasks |= {start(exporter.send(tensor, metadata="m" * 1_500)) for _ in range(4)}
             loop.remove_reader(reading._fd)
+            # So that the kernel takes few packets, and none once the pool has grown for them.
+            tasks |= {start(exporter.send(tensor, metadata="m" * 3_000)) for _ in range(4)}
+            if settles:
+                tasks |= {start(exporter.send(tensor, metadata="m" * 3_000)) for _ in range(4)}
+                await until(lambda: connection.link._blocked)
             await passes(generator.randrange(5))
             blocked += connection.link._blocked
             cancels.cancel(generator.choice(sorted(tasks, key=id)))
