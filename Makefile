@@ -72,14 +72,16 @@ $(BIN)/python:
 	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # What a visitor needs to see it run; the tools of `make test` take longer to install.
+# --no-compile: most of what torch brings is never imported, and compiling it takes longer than the
+# rest of the installation; Python compiles the modules that are.
 $(RUNTIME): $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing asyncvmm into $(VENV) (the first time takes some minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		-c constraints.txt -e . numpy  # without numpy, torch warns of that
 	@touch $@
 
 $(STAMP): $(RUNTIME)
 	@echo "Installing asyncvmm and its tools into $(VENV) (the first time takes some minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		-c constraints.txt -e '.[dev]'
 	@touch $@
