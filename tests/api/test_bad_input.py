@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import asyncvmm
 from asyncvmm import ArgumentError, Broadcast, Group, InvalidTensorError, TensorSpec
 from asyncvmm._core import wire
+from asyncvmm._tensors.cuda import CudaPort
 from asyncvmm.testing import Pair, open_pair
 from asyncvmm.tickets import FeatureTransport
 from tests.api import steps as own_steps
@@ -771,3 +773,22 @@ async def test_too_many_features_are_counted_before_any_is_looked_at() -> None:
             await pair.exporter.send(features)
         with pytest.raises(ArgumentError, match="at most 1024 features, got 2000"):
             pair.exporter.reserve(features)
+
+
+def test_the_stream_that_is_another_in_each_thread_is_refused() -> None:
+    """Given by number, as a stream, and as the current one; on a GPU tests/gpu sends with it.
+
+    Kills: a copy, or a release, whose event another thread records behind its own work.
+    """
+    port = object.__new__(CudaPort)  # a whole one needs a GPU
+    port._index, port._raw_stream = 0, lambda device: 2
+    asks: list[Callable[[], object]] = [
+        port.current_stream,
+        lambda: port.stream_of(None),
+        lambda: port.stream_of(2),
+        lambda: port.stream_of(SimpleNamespace(cuda_stream=2)),
+    ]
+    for ask in asks:
+        with pytest.raises(ArgumentError, match="another stream in each thread"):
+            ask()
+    assert [port.stream_of(number) for number in (0, 1, 3)] == [0, 1, 3]

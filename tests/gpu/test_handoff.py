@@ -180,3 +180,31 @@ async def test_the_pool_grows_and_shrinks_on_the_device() -> None:
         assert exporter.statistics().pool_bytes == 4 << 20
         await (await exporter.send({"x": sources[0]}, key=0))
     assert ends.result(process) == {"rounds": 41, "wrong": 0}
+
+
+async def test_a_stream_that_is_another_in_each_thread_is_refused() -> None:
+    """CU_STREAM_PER_THREAD, as the current stream and by its number; nothing is lost by it.
+
+    Kills: a copy, or a release, whose event another thread records behind its own work.
+    """
+    per_thread = torch.cuda.ExternalStream(2, device="cuda:0")
+    async with (
+        asyncvmm.open_exporter(
+            f"gpu-{uuid.uuid4().hex}", device="cuda:0", pool_bytes="2MiB", slots=2
+        ) as exporter,
+        asyncvmm.connect(exporter.name, device="cuda:0", rank=0) as consumer,
+    ):
+        ones = torch.ones(64, device="cuda:0")
+        with torch.cuda.stream(per_thread), pytest.raises(asyncvmm.ArgumentError, match="thread"):
+            await exporter.send({"x": ones})
+        with pytest.raises(asyncvmm.ArgumentError, match="thread"):
+            await exporter.send({"x": ones}, stream=per_thread)
+        ack = await exporter.send({"x": ones})
+        (owner,) = batch = await consumer.receive()
+        with torch.cuda.stream(per_thread), pytest.raises(asyncvmm.ArgumentError, match="thread"):
+            owner["x"]
+        with pytest.raises(asyncvmm.ArgumentError, match="thread"):
+            owner.release(stream=2)
+        batch.release()
+        assert (await ack).complete
+        assert exporter.statistics().slots.free == 2

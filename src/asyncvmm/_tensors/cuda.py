@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 
@@ -40,12 +40,28 @@ PAGEABLE_BYTES = 64 << 10
 """Pageable sources of at least this many bytes are copied in a worker thread: the driver stages
 them through pinned memory and keeps the caller until the last byte is staged."""
 
+PER_THREAD = 2
+"""``CU_STREAM_PER_THREAD``: in each thread the number of another stream."""
+
 _TYPESTR = {
     torch.bool: "|b1", torch.uint8: "|u1", torch.int8: "|i1", torch.int16: "<i2",
     torch.int32: "<i4", torch.int64: "<i8", torch.float16: "<f2", torch.float32: "<f4",
     torch.float64: "<f8", torch.complex64: "<c8", torch.complex128: "<c16",
 }  # fmt: skip
 _CARRIER = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
+
+
+def _refuse_per_thread() -> NoReturn:
+    """Refuse the stream that another thread would take for its own.
+
+    What is copied in a worker thread, or released when a view dies in another, would be ordered
+    after the wrong work, and nobody would notice.
+    """
+    raise ArgumentError(
+        f"stream {PER_THREAD} (CU_STREAM_PER_THREAD) is another stream in each thread, and the "
+        f"event of a copy or of a release may be recorded in another thread than yours; use a "
+        f"stream with a handle of its own, such as torch.cuda.Stream()"
+    )
 
 
 class _Chunk:
@@ -131,7 +147,8 @@ class CudaPort:
 
     def current_stream(self) -> int:
         """Return the caller's current stream on this device."""
-        return int(self._raw_stream(self._index))
+        stream: int = self._raw_stream(self._index)
+        return stream if stream != PER_THREAD else _refuse_per_thread()
 
     def stream_of(self, stream: object) -> int:
         """Return the number of a torch stream, of a number, or of the current stream (None)."""
@@ -140,7 +157,7 @@ class CudaPort:
         number = getattr(stream, "cuda_stream", stream)
         if not is_int(number):
             raise ArgumentError(f"a stream is a torch.cuda.Stream or its number, got {stream!r}")
-        return number
+        return number if number != PER_THREAD else _refuse_per_thread()
 
     def copies_slowly(self, plan: Plan) -> bool:
         """Say whether a source is in pageable host memory and large."""
