@@ -55,10 +55,12 @@ async def test_a_closed_loop_hardly_sleeps(peers: Peers, monkeypatch: pytest.Mon
     assert theirs < ROUNDS / 2
 
 
-async def test_without_it_every_hand_off_sleeps(peers: Peers) -> None:
-    """Kills: an option that switches nothing off, and a count above that counts nothing."""
-    ours, theirs = await closed_loop(peers, 0)
-    assert ours + theirs > ROUNDS
+async def test_without_it_hand_offs_sleep(peers: Peers) -> None:
+    """On a busy machine one side may sleep at none, for each answer is there when it looks.
+
+    Kills: an option that switches nothing off, and a count above that counts nothing.
+    """
+    assert max(await closed_loop(peers, 0)) > ROUNDS / 2
 
 
 async def test_what_is_pending_for_long_is_slept_on(peers: Peers) -> None:
