@@ -428,7 +428,10 @@ async def test_an_acknowledgement_keeps_nothing_of_an_exporter_that_is_closed(ho
 
     with outstanding("1 owner") if how == "outstanding" else nullcontext():
         ack, core = await closed()
-    await passes(3)
-    gc.collect()
-    assert core() is None
+
+    def collected() -> bool:
+        gc.collect()
+        return core() is None
+
+    await until(collected)  # a thread that asked for fences may have its last frame still
     assert ack.done()
