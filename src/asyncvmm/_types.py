@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypeGuard
+from enum import Enum
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import msgspec
 
@@ -86,6 +87,18 @@ class Group:
 def is_int(value: object) -> TypeGuard[int]:
     """Say whether a value is an int and no bool; arguments are checked at run time too."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def plain(value: Any) -> Any:
+    """Return text or a number as nothing but that: a message cannot hold numpy's text, say.
+
+    A member of an enumeration is left as it is: it is written as its value.
+    """
+    if type(value) is str or isinstance(value, bool | Enum):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    return int.__int__(value) if isinstance(value, int) else value
 
 
 def check_bool(value: object, what: str) -> bool:

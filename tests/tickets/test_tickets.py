@@ -36,6 +36,36 @@ async def test_one_copy_serves_all_features_of_an_owner() -> None:
         assert pair.exporter.statistics().slots.free == 16
 
 
+class Text(str):
+    """Text that msgspec does not write, as numpy's is."""
+
+
+class Number(int):
+    """A number that msgspec does not write."""
+
+
+@pytest.mark.parametrize("key", [Text("r-1"), Number(7)])
+async def test_names_of_a_subclass_of_text_travel_as_text(key: str | int) -> None:
+    """Kills: a request id out of a numpy array is refused as "a str_ message", or by the rank."""
+    name = Text("named by no other test")
+    async with open_pair() as pair:
+        acks = await pair.exporter.send_all([{name: A}], keys=[key])
+        async with await pair.consumer.receive() as batch:
+            (owner,) = batch
+            assert (type(owner.key), owner.key) == (type(key).__base__, key)
+            assert list(owner) == [name]
+        assert (await acks[0]).released == (0,)
+        tickets = await pair.exporter.export({name: A}, key=key)
+        assert torch.equal(await pair.consumer.reconstruct(tickets[name]), A)
+        assert type(pickle.loads(pickle.dumps(tickets))[name].owner.key) is type(key).__base__
+
+
+async def test_a_seat_may_be_of_a_subclass_too() -> None:
+    """Kills: "a Hello message cannot be written" for a name that came out of a numpy array."""
+    asyncvmm.connect("nobody-here", member=Text("worker"))
+    asyncvmm.connect("nobody-here", rank=Number(0))
+
+
 @pytest.mark.parametrize("way", ["pickle", "msgpack"])
 async def test_tickets_are_plain_data(way: str) -> None:
     async with open_pair() as pair:

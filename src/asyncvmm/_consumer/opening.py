@@ -24,7 +24,7 @@ from asyncvmm._io.names import check, resolve
 from asyncvmm._io.threads import in_thread, made_in_thread
 from asyncvmm._io.timeline import Timeline
 from asyncvmm._tensors import DevicePort, check_device, open_port, preload
-from asyncvmm._types import check_bool, check_ids, is_int
+from asyncvmm._types import check_bool, check_ids, is_int, plain
 
 ConsumerT = TypeVar("ConsumerT", Consumer, ReconnectingConsumer)
 
@@ -119,8 +119,8 @@ class connect(Generic[ConsumerT]):
         if _port is not None:
             kind = _port.kind
         self._hello = wire.Hello(
-            rank=rank,
-            name=member,
+            rank=plain(rank),
+            name=plain(member),
             kind=kind,
             writable=check_bool(writable, "writable"),
             window=prefetch,

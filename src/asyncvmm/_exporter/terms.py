@@ -13,7 +13,7 @@ from asyncvmm._core.wire import MESSAGE_LIMIT, check_key
 from asyncvmm._errors import ArgumentError
 from asyncvmm._exporter.acknowledgement import Require
 from asyncvmm._groups import AttentionGroup
-from asyncvmm._types import Group, Key
+from asyncvmm._types import Group, Key, plain
 
 
 class Terms(msgspec.Struct, eq=False, frozen=True, gc=False):
@@ -56,6 +56,7 @@ def make_terms(
 
     ``features`` are the bytes that its features take in a message.
     """
+    key = plain(key)
     named = NUMBER_BYTES if key is None else check_key(key)
     if to is not None:
         if not isinstance(to, int | Group | AttentionGroup | Iterable):

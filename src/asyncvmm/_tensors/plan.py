@@ -15,7 +15,7 @@ from asyncvmm._core.describing import features_bytes
 from asyncvmm._core.layout import DTYPES, chunk_bytes, feature_bytes, offsets
 from asyncvmm._core.wire import MAX_FEATURES, Feature
 from asyncvmm._errors import ArgumentError, InvalidTensorError
-from asyncvmm._types import TensorSpec
+from asyncvmm._types import TensorSpec, plain
 
 if TYPE_CHECKING:
     Tensor: TypeAlias = torch.Tensor
@@ -206,7 +206,7 @@ def _items(features: Mapping[str, object]) -> list[tuple[str, object]]:
             raise ArgumentError(
                 f"a feature's name is text of 1 to 1,024 characters, got {name!r:.80}"
             )
-        found.append((name, feature))
+        found.append((plain(name), feature))
     return found
 
 
