@@ -12,12 +12,14 @@ import re
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -35,6 +37,13 @@ from tests.process.harness import Peers
 from tests.process.raw import RawConsumer
 
 ONE = {"x": torch.ones(3)}
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """Can be written as the key of a map, and not be read as one."""
+
+    number: int
 
 
 def words(error: BaseException, *expected: str) -> None:
@@ -406,6 +415,8 @@ TERMS: list[tuple[dict[str, Any], type[asyncvmm.AsyncVMMError], list[str]]] = [
     ({"metadata": torch.ones(1)}, ArgumentError, ["Tensor", "plain data"]),
     ({"metadata": object()}, ArgumentError, ["plain data"]),
     ({"metadata": 2**64}, ArgumentError, ["plain data"]),
+    ({"metadata": [{Keyed(1): 2}]}, ArgumentError, ["read back", "keys"]),
+    ({"metadata": msgspec.Raw(b"\xc1")}, ArgumentError, ["read back"]),
     ({"metadata": "x" * 40_000}, ArgumentError, ["40,003", "32,736", "features"]),
     ({"to": 1}, asyncvmm.RankError, ["rank 1", "0 to 0"]),
     ({"to": -1}, ArgumentError, ["-1", "0 or more"]),

@@ -34,13 +34,18 @@ PLAIN = Terms()
 
 
 def pack_metadata(metadata: object) -> bytes:
-    """Encode plain data; refuse what is not plain or too large for a message."""
+    """Encode plain data; refuse what is not plain or too large for a message.
+
+    It is read back here, for some of what can be written cannot be read, such as a map whose key
+    is a dataclass, and the consumer could do nothing about it.
+    """
     if metadata is None:
         return b""
     try:
         data = msgspec.msgpack.encode(metadata)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ArgumentError(f"metadata must be plain data: {error}") from None
+        msgspec.msgpack.decode(data)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.DecodeError) as error:
+        raise ArgumentError(f"metadata must be plain data that can be read back: {error}") from None
     if len(data) > MESSAGE_LIMIT // 2:
         raise ArgumentError(
             f"metadata takes {len(data):,} bytes, at most {MESSAGE_LIMIT // 2:,} are allowed; "
