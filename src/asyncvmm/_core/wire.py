@@ -228,8 +228,8 @@ def encode(message: Message | list[Feature] | str | int) -> bytes:
         data = _encoder.encode(message)
     except (TypeError, OverflowError, UnicodeEncodeError) as error:
         raise ArgumentError(
-            f"{'a key' if isinstance(message, str | int) else 'a message'} cannot be written: "
-            f"{error}; names and keys are text without lone surrogates, or ints of 64 bits"
+            f"a {type(message).__name__} message cannot be written: {error}; names and keys are "
+            f"text without lone surrogates, or ints of 64 bits, and metadata is bytes"
         ) from None
     if len(data) > MESSAGE_LIMIT:
         raise too_long(len(data))
