@@ -59,8 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     targets.add_argument("result", type=Path)
     targets.set_defaults(do=_targets)
     trace = commands.add_parser("trace", help="count the driver calls of a hand-off on a GPU")
-    trace.add_argument("--device", default="cuda:0")
-    trace.add_argument("--consumer-device", default="")
+    trace.add_argument("--device", type=_device, default="cuda:0")
+    trace.add_argument("--consumer-device", type=_device, default="")
     trace.add_argument("--json", type=Path, required=True)
     trace.set_defaults(do=_trace)
     commands.add_parser("list", help="name transports and workloads").set_defaults(do=_list)
@@ -102,11 +102,28 @@ def _device(text: str) -> str:
     return text
 
 
+def _check_there(*devices: str) -> None:
+    """Refuse a GPU that is not there, before each transport fails of it in its own words."""
+    asked = [device for device in devices if device.startswith("cuda")]
+    if not asked:
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    for device in asked:
+        if int(device.removeprefix("cuda:")) >= count:
+            raise SystemExit(
+                f"{device} was asked for, and torch {torch.__version__} sees {count} CUDA devices "
+                f"here, numbered from 0; without a GPU, give --device cpu"
+            )
+
+
 def _run(options: argparse.Namespace) -> int:
     from benchmarks.conductor import Conductor, Options
     from benchmarks.machine import machine
     from benchmarks.rows import SCHEMA
 
+    _check_there(options.device, options.consumer_device)
     asked = Options(
         transports=_transports(options.transports),
         workloads=_workloads(options.workloads),
@@ -211,6 +228,7 @@ def _trace(options: argparse.Namespace) -> int:
     from benchmarks.machine import machine
     from benchmarks.trace import trace
 
+    _check_there(options.device, options.consumer_device)
     found = trace(options.device, options.consumer_device or options.device)
     options.json.write_text(json.dumps({"machine": machine()} | found, indent=1) + "\n")
     return 0

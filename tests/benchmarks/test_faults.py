@@ -75,6 +75,18 @@ def test_unknown_names_are_refused_with_those_that_exist() -> None:
             main(["run", option, "nonesuch", "--json", "/dev/null"])
 
 
+@pytest.mark.parametrize("option", ["--device", "--consumer-device"])
+@pytest.mark.parametrize("command", ["run", "trace"])
+def test_a_gpu_that_is_not_there_is_refused_once(command: str, option: str, tmp_path: Path) -> None:
+    """Kills: a run in which each transport fails of it by itself, in torch's words."""
+    from benchmarks.cli import main
+
+    path = tmp_path / "result.json"
+    with pytest.raises(SystemExit, match=r"cuda:\d+ was asked for, .* sees \d+ CUDA devices"):
+        main([command, option, "cuda:99", "--json", str(path)])
+    assert not path.exists()
+
+
 def test_the_sides_are_held_to_cores_in_turn() -> None:
     """Kills: a side that goes where it likes, or a consumer put with the producer first of all."""
     from benchmarks.sides import hold
