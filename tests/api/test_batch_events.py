@@ -18,6 +18,7 @@ import torch
 import asyncvmm
 from asyncvmm import BackendError, Batch, Outcome, RemoteProtocolError
 from asyncvmm._core import wire
+from asyncvmm._tensors.cuda import CudaPort
 from asyncvmm._tensors.host import OFFLOAD_BYTES
 from asyncvmm._tensors.plan import Plan
 from asyncvmm.testing import FakeDevice, FakePort, Pair, open_pair
@@ -104,6 +105,73 @@ async def test_those_read_on_the_same_streams_share_an_event_and_no_others() -> 
         first.finish()
         await stay(pair, 2)
         await all_back(pair, device, 2)
+
+
+# -- streams that others made --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [7, 8])
+async def test_streams_of_one_number_need_not_finish_in_order(number: int) -> None:
+    """A stream is made for each owner and destroyed once that is released: the driver gives its
+    number to the next one, although its work is pending.  7 is current, 8 is said.
+
+    Kills: an owner that is free because the event of a later one, on the same number, is done.
+    """
+    device = FakeDevice(hold_release=True)
+    device.passing = {7, 8}
+    async with open_pair(port=FakePort(device), slots=3) as pair:
+        await send(pair)
+        batch = await pair.consumer.receive()
+        for owner in batch:
+            device.stream = number
+            owner["x"]
+            owner.release(stream=number)
+        del owner, batch
+        first, second, third = device.pending()
+        third.finish()
+        await stay(pair, 2)
+        second.finish()
+        await stay(pair, 1)
+        first.finish()
+        await until(lambda: draining(pair) == 0)
+        check_all_back(pair.exporter)
+
+
+async def test_a_stream_of_a_number_that_has_waited_waits_itself() -> None:
+    """Kills: a read of what is not written yet, because an earlier stream of that number waited."""
+    device = FakeDevice()
+    device.passing.add(7)
+    async with open_pair(port=FakePort(device)) as pair:
+        await send(pair, 2)
+        batch = await pair.consumer.receive()
+        first = batch[0].slot
+        read(batch)
+        assert device.waits == [(first, 7), (first, 7)]
+        device.stream = 8  # which lasts
+        read(batch)
+        assert device.waits[2:] == [(first, 8)]
+        batch.release()
+
+
+def test_torch_tells_its_own_streams_from_those_that_others_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is torch's is known for ever, what is not is asked again each time.
+
+    Kills: a stream of somebody else's that is taken for one that cannot be destroyed.
+    """
+    ids = {0x7F00: 0x7F00, 0x5500: 3}  # by number: for those of others the id is the number
+    current = 0x7F00
+    port = object.__new__(CudaPort)  # a whole one needs a GPU
+    port._index, port._lasting, port._raw_stream = 0, {0, 1}, lambda device: current
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentStream", lambda device: (ids[current], 0, 1), raising=False
+    )
+    assert [port.lasting(number) for number in (0, 1, 0x7F00, 0x5500)] == [True, True, False, False]
+    current = 0x5500
+    assert [port.lasting(number) for number in (0x7F00, 0x5500)] == [False, True]
+    current = 0x7F00
+    assert [port.lasting(number) for number in (0x7F00, 0x5500)] == [False, True]
 
 
 # -- what they stand for -------------------------------------------------------------------------

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import asyncvmm
+from asyncvmm._backends import driver
 from asyncvmm._core.layout import DTYPES
+from asyncvmm._tensors.cuda import CudaPort
 from tests.gpu import ends
 
 pytestmark = [
@@ -208,3 +210,18 @@ async def test_a_stream_that_is_another_in_each_thread_is_refused() -> None:
         batch.release()
         assert (await ack).complete
         assert exporter.statistics().slots.free == 2
+
+
+def test_streams_of_torch_last_and_those_of_others_may_not() -> None:
+    """Kills: a stream that its maker may destroy, taken for one that is never destroyed."""
+    port = CudaPort("cuda:0")
+    own = torch.cuda.Stream("cuda:0")
+    with torch.cuda.stream(own):
+        assert port.lasting(port.current_stream())
+    assert port.lasting(own.cuda_stream)
+    made = torch.cuda.ExternalStream(int(driver.stream_create()), device="cuda:0")
+    with torch.cuda.stream(made):
+        assert not port.lasting(port.current_stream())
+    assert not port.lasting(port.stream_of(made))
+    second = torch.cuda.Stream("cuda:0")
+    assert port.lasting(port.stream_of(second))

@@ -260,12 +260,13 @@ class Leases:
         """Return a small number for the stream that the release was recorded on: the first.
 
         0 is for releases without an event.  When the numbers are used up, later streams have
-        ``NO_LANE``: the exporter then asks each of their events by itself.
+        ``NO_LANE``: the exporter then asks each of their events by itself.  So have streams whose
+        number may be that of another by now, for their events finish in no order.
         """
         first = streams[0]
         lane = self._lanes.get(first)
         if lane is None:
-            lane = min(len(self._lanes) + 1, NO_LANE)
+            lane = min(len(self._lanes) + 1, NO_LANE) if self._port.lasting(first) else NO_LANE
             if lane != NO_LANE:
                 self._lanes[first] = lane
         return lane

@@ -20,6 +20,7 @@ class Ordering:
         self._core = core
         self._region = region
         self._current_stream = port.current_stream
+        self._lasting = port.lasting
         self._once = once
         self._unopened: dict[int, bytes] = {}  # events that the driver refused, by slot
 
@@ -40,7 +41,8 @@ class Ordering:
             if self._unopened:
                 self._open_again(ready.slot)
             self._region.wait_ready(ready.slot, stream)
-            ready.waited += (stream,)
+            if self._lasting(stream):  # else the next one of this number may be another
+                ready.waited += (stream,)
         if not lease.ordered:
             self._region.note_read(lease.frame.slot)
             lease.ordered = True

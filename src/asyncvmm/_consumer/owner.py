@@ -122,7 +122,8 @@ class Owner(Single):
         The memory goes back after the work queued on the streams that read the owner (those
         current when views were taken, ``record_stream``, and ``stream``), once its views are
         gone.  ``force=True`` does not wait for views: they then show bytes of other owners, so
-        that is for those who know that nobody reads them.
+        that is for those who know that nobody reads them.  A stream that reads an owner must not
+        be destroyed before the release: then nothing can be put behind its work.
         """
         lease = self._lease
         if force:

@@ -59,6 +59,9 @@ class DevicePort(Protocol):
     def stream_of(self, stream: object) -> int:
         """Return the number of a stream given as a torch stream, a number, or None (current)."""
 
+    def lasting(self, stream: int) -> bool:
+        """Say whether a stream's number can never come to mean another one."""
+
     def to_host(self, tensor: Tensor, stream: int) -> Tensor:
         """Return a contiguous copy in host memory, made after the work on ``stream``.  Slow."""
 

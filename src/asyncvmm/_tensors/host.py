@@ -84,6 +84,10 @@ class HostPort:
         """Return 0: host memory has no stream."""
         return 0
 
+    def lasting(self, stream: int) -> bool:
+        """Return True: there is but one number."""
+        return True
+
     def to_host(self, tensor: Tensor, stream: int) -> Tensor:
         """Return a copy in host memory."""
         return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -68,6 +68,8 @@ class FakeDevice:
         self.hold_release = hold_release
         self.stream = 7
         """The current stream; set it to another number to work "on another stream"."""
+        self.passing: set[int] = set()
+        """Streams that may be destroyed, and their numbers given to others."""
         self.fences: list[HandDrivenFence] = []
         """Every fence that was recorded, oldest first."""
         self.waits: list[tuple[int, int]] = []
@@ -210,6 +212,10 @@ class FakePort(HostPort):
     def current_stream(self) -> int:
         """Return the device's current stream."""
         return self.gpu.stream
+
+    def lasting(self, stream: int) -> bool:
+        """Say whether a stream's number can never come to mean another one."""
+        return stream not in self.gpu.passing
 
     @contextmanager
     def using(self, stream: int) -> Iterator[None]:
