@@ -8,8 +8,11 @@ import inspect
 import os
 import re
 import signal
+import socket
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,7 @@ from asyncvmm.testing import (
     mismatch,
     pattern,
 )
+from asyncvmm.testing.here import send
 
 
 async def add(here: Here, first: int, second: int) -> int:
@@ -192,3 +196,18 @@ def test_a_mismatch_says_where() -> None:
         fill(torch.empty((4, 4)).t(), 1, 1)
     with pytest.raises(asyncvmm.ArgumentError, match="no multiple of 8"):
         pattern(1, 1, 8, start=4)
+
+
+def test_what_a_process_says_waits_for_a_test_that_is_slow_to_read() -> None:
+    """Kills: an answer that is dropped because what was told before fills the socket."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, ThreadPoolExecutor(1) as thread:
+        theirs.setblocking(False)
+        full = 0
+        with suppress(BlockingIOError):
+            while theirs.send(bytes(4096)):
+                full += 1
+        saying = thread.submit(send, theirs, b"answer")
+        assert [len(ours.recv(8192)) for _ in range(full)] == [4096] * full
+        assert ours.recv(8192) == b"answer"
+        saying.result()

@@ -44,7 +44,7 @@ class Here:
 
         The test finds it with :meth:`Process.at`; ``facts`` are plain data.
         """
-        self.channel.send(msgspec.msgpack.encode(["at", point, facts]))
+        send(self.channel, msgspec.msgpack.encode(["at", point, facts]))
 
     async def reach(self, point: str, **facts: Any) -> None:
         """Tell the test, and wait for its :meth:`Process.go` while the loop goes on.
@@ -94,6 +94,17 @@ class Here:
         with suppress(BlockingIOError):
             found.append(receive(self.channel))
         return found
+
+
+def send(channel: socket.socket, data: bytes) -> None:
+    """Send one message; where the test is slow to read, stand still until it has."""
+    while True:
+        try:
+            channel.send(data)
+        except BlockingIOError:
+            select.select([], [channel], [])
+        else:
+            return
 
 
 def receive(channel: socket.socket) -> Any:

@@ -24,7 +24,7 @@ import torch
 import uvloop
 
 from asyncvmm._tensors import preload
-from asyncvmm.testing.here import Here, receive
+from asyncvmm.testing.here import Here, receive, send
 from asyncvmm.testing.patterns import pattern
 
 
@@ -85,7 +85,7 @@ async def serve(here: Here) -> None:
             facts = {k: v for k, v in vars(error).items() if isinstance(v, str | int)}
             kind = type(error).__name__
             answer = msgspec.msgpack.encode(["raised", number, kind, str(error), facts])
-        here.channel.send(answer)
+        send(here.channel, answer)
 
     def on_readable() -> None:
         for message in here._messages():
